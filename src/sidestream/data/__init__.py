@@ -1,0 +1,1 @@
+"""Corpora, token files, the step sampler and count-model baselines."""

@@ -1,0 +1,115 @@
+"""Loaders over a corpus. Batch: int64 [B / W, L + 1] for B sequences a step, W ranks, L tokens a sequence."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from sidestream.config.errors import ConfigError
+from sidestream.data.corpus import Corpus
+from sidestream.data.sampler import StepSampler
+from sidestream.data.sequences import SequenceDataset
+
+
+class StatefulLoader(DataLoader[Tensor]):
+    """Endless loader; Lightning saves its place in the data through the two state methods."""
+
+    def __init__(self, dataset: SequenceDataset, sampler: StepSampler) -> None:
+        # No worker processes: the state is then exact, and a window is only a copy of a few hundred bytes.
+        super().__init__(dataset, batch_sampler=sampler, generator=_own_generator())
+        self.step_sampler = sampler
+
+    def commit(self, next_step: int) -> None:
+        """Records that all steps before `next_step` are trained (`StepSampler.commit`)."""
+        self.step_sampler.commit(next_step)
+
+    def state_dict(self) -> dict[str, int]:
+        """State of the sampler."""
+        return self.step_sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restores the sampler; takes effect at the next `iter()`.
+
+        Raises:
+            ValueError: The checkpoint was written under another order of sequences.
+        """
+        self.step_sampler.load_state_dict(state_dict)
+
+
+def train_loader(
+    corpus: Corpus,
+    *,
+    seq_length: int,
+    global_batch_size: int,
+    shuffle: bool,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> StatefulLoader:
+    """Endless training batches of this rank, one per optimizer step.
+
+    Raises:
+        ConfigError: The split holds no sequence.
+        ValueError: `world_size` does not divide `global_batch_size`.
+    """
+    dataset = SequenceDataset(corpus.train_tokens, seq_length)
+    sampler = StepSampler(
+        len(dataset),
+        global_batch_size=global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        shuffle=shuffle,
+    )
+    return StatefulLoader(dataset, sampler)
+
+
+def val_loader(
+    corpus: Corpus,
+    *,
+    seq_length: int,
+    global_batch_size: int,
+    rank: int,
+    world_size: int,
+    num_batches: int | None = None,
+) -> DataLoader[Tensor]:
+    """Validation batches of this rank: always the same ones, equally many on every rank.
+
+    The sequences of all ranks together are spread evenly over the split and depend on B and `num_batches`
+    only, so losses of different world sizes are comparable.
+
+    Args:
+        corpus: Its validation split is used.
+        seq_length: L, in tokens.
+        global_batch_size: B, sequences of one batch over all ranks.
+        rank: This rank, in [0, world_size).
+        world_size: Number of ranks; must divide B.
+        num_batches: At most this many batches; None takes as many as the split fills.
+
+    Raises:
+        ConfigError: The split does not fill one batch.
+        ValueError: `world_size` does not divide `global_batch_size`.
+    """
+    dataset = SequenceDataset(corpus.val_tokens, seq_length)
+    full = len(dataset) // global_batch_size
+    if full < 1:
+        raise ConfigError(
+            "data.global_batch_size",
+            global_batch_size,
+            f"the validation split has {len(dataset)} sequences of {seq_length} tokens, less than one batch",
+            expected=f"at most {len(dataset)}",
+            fix="data.global_batch_size=<a smaller number>, or a shorter data.seq_length",
+        )
+    if global_batch_size % world_size:
+        raise ValueError(
+            f"global_batch_size={global_batch_size}: expected a multiple of the world size {world_size}"
+        )
+    batches = full if num_batches is None else min(num_batches, full)
+    chosen = np.arange(batches * global_batch_size) * len(dataset) // (batches * global_batch_size)
+    mine = chosen.reshape(batches, world_size, -1)[:, rank]
+    return DataLoader(dataset, batch_sampler=mine.tolist(), generator=_own_generator())
+
+
+def _own_generator() -> torch.Generator:
+    """For the number each `iter()` draws: the global generator would shift dropout and break resume."""
+    return torch.Generator().manual_seed(0)

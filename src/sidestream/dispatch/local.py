@@ -1,0 +1,87 @@
+"""`dispatcher=local`: every expert lives on this rank; nothing travels and the host reads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sidestream.dispatch.base import DispatchSpec, Received, Routing
+from sidestream.dispatch.layout import (
+    Layout,
+    expert_layout,
+    gather_rows,
+    max_slots,
+    sum_routes,
+    unpack_tokens,
+)
+from sidestream.exchange.link import Link
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """Expert-major order of the local routes."""
+
+    routing: Routing
+    layout: Layout
+
+    @property
+    def slot_of_route(self) -> Tensor:
+        return self.layout.slot_of_row.view_as(self.routing.expert_ids)
+
+    def rows(self) -> int:
+        return self.layout.row_of_slot.numel()
+
+
+@dataclass(frozen=True)
+class _Ready:
+    value: object
+
+    def wait(self):  # type: ignore[no-untyped-def]
+        return self.value
+
+
+class LocalDispatcher:
+    """Sorts tokens by expert on one rank. The reference that all dispatchers are compared with."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self.spec: DispatchSpec | None = None
+
+    def wire(self, *, group: dist.ProcessGroup | None, spec: DispatchSpec, link: Link) -> None:
+        if group is not None and dist.get_world_size(group) > 1:
+            raise ValueError(
+                f"dispatcher=local: all experts must be on one rank, but the expert-parallel group has "
+                f"{dist.get_world_size(group)} ranks; set strategy.expert_parallel_size=1"
+            )
+        self.spec = spec
+
+    def plan(self, routing: Routing) -> LocalPlan:
+        assert self.spec is not None, "wire() first"
+        spec, ids = self.spec, routing.expert_ids.reshape(-1)
+        slots = max_slots(ids.numel(), num_experts=spec.num_experts, alignment=spec.alignment)
+        layout = expert_layout(ids, num_experts=spec.num_experts, alignment=spec.alignment, num_slots=slots)
+        return LocalPlan(routing, layout)
+
+    def dispatch(self, x: Tensor, plan: LocalPlan) -> _Ready:
+        layout = plan.layout
+        rows = unpack_tokens(x, layout.row_of_slot, plan.slot_of_route)
+        weights = gather_rows(plan.routing.weights.reshape(-1), layout.row_of_slot, layout.slot_of_row)
+        return _Ready(Received(rows, weights, layout.offsets))
+
+    def combine(self, rows: Tensor, plan: LocalPlan) -> _Ready:
+        return _Ready(sum_routes(rows, plan.layout.row_of_slot, plan.slot_of_route))
+
+    def needed(self) -> Tensor | None:
+        return None
+
+    def resize(self, budget: int) -> None:
+        raise ValueError(f"dispatcher=local: budget {budget} asked for, but it has no static budget")
+
+    def bytes_sent(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.spec = None

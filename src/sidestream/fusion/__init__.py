@@ -1,0 +1,1 @@
+"""How the local experts turn rows into rows: `loop` (one GEMM per expert, the reference) and `grouped`."""

@@ -1,0 +1,81 @@
+"""`fusion=grouped`: all local experts in one grouped GEMM per projection; no host read.
+
+Legend: S slots, H features, F expert width, L local experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sidestream.dispatch.base import Received
+from sidestream.fusion.base import gated_activation
+
+
+class _ZeroTail(torch.autograd.Function):
+    """Identity on the rows before the last offset, zero behind it, in both passes (case b3).
+
+    The grouped GEMM leaves output and input-gradient rows past the last offset uninitialised. Selection, not
+    multiplication: what lies there may be NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_rows: Tensor) -> Tensor:
+        ctx.save_for_backward(num_rows)
+        return _select(rows, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _select(grad, ctx.saved_tensors[0]), None
+
+
+def _select(rows: Tensor, num_rows: Tensor) -> Tensor:
+    inside = torch.arange(rows.shape[0], device=rows.device) < num_rows
+    return torch.where(inside.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """`grouped_mm` whose backward accepts any gradient layout: the CPU kernel insists on contiguous operands."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        return F.grouped_mm(rows, weight, offs=offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        rows, weight, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=offsets)
+        grad_weight = F.grouped_mm(rows.t(), grad, offs=offsets)
+        return grad_rows, grad_weight, None
+
+
+class GroupedExperts:
+    """Two grouped GEMMs. The number of operators does not grow with the number of experts."""
+
+    name = "grouped"
+
+    def __init__(self, *, alignment: int | Literal["auto"] = "auto") -> None:
+        self.alignment: int | Literal["auto"] = alignment
+
+    def __call__(self, received: Received, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+        rows, weights, offsets = received.rows, received.row_weights, received.offsets
+        if rows.shape[0] == 0:
+            # Keeps an idle rank attached to the graph: its experts get zero gradients (case b1).
+            return rows + 0.0 * (w_gate_up.sum() + w_down.sum())
+        # Eager dispatchers size the buffer exactly; only a longer buffer has a tail.
+        exact = received.host_offsets is not None and received.host_offsets[-1] == rows.shape[0]
+        if not exact:
+            rows, weights = _ZeroTail.apply(rows, offsets[-1]), _ZeroTail.apply(weights, offsets[-1])
+        gate_up = _GroupedMatmul.apply(rows, w_gate_up, offsets)
+        if not exact:
+            gate_up = _ZeroTail.apply(gate_up, offsets[-1])
+        out = _GroupedMatmul.apply(gated_activation(gate_up, weights), w_down, offsets)
+        return out if exact else _ZeroTail.apply(out, offsets[-1])

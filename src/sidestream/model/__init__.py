@@ -1,0 +1,1 @@
+"""The language model: plain `nn.Module`s that know nothing of Lightning or Hydra."""

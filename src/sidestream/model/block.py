@@ -1,0 +1,56 @@
+"""Blocks: a dense block, and the unit an overlap schedule works on.
+
+Legend: B sequences, S tokens, H features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from sidestream.model.config import ModelShape
+from sidestream.model.layers import Attention, RMSNorm, SwiGLU, run
+from sidestream.model.moe import Ledger, MoE, MoEParts
+from sidestream.overlap.path import Schedule
+
+
+class _AttentionBranch(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.self_attention = Attention(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.recompute = shape.activation_checkpointing
+
+    def attention(self, h: Tensor) -> Tensor:
+        """What attention adds to the residual stream `h` `[B, S, H]`."""
+        return self.dropout(run(self.self_attention, self.attention_norm(h), recompute=self.recompute))
+
+
+class DenseBlock(_AttentionBranch):
+    """Attention and a dense feed-forward, both on the residual stream."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.ffn = SwiGLU(shape.hidden_size, shape.ffn_hidden_size)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """`[B, S, H]` -> `[B, S, H]`."""
+        a = h + self.attention(h)
+        return a + self.dropout(run(self.ffn, self.norm(a), recompute=self.recompute))
+
+
+class MoEUnit(_AttentionBranch):
+    """Attention and an MoE layer; the schedule decides in which order they work."""
+
+    def __init__(
+        self, shape: ModelShape, parts: MoEParts, schedule: Schedule, *, layer: int, ledger: Ledger
+    ) -> None:
+        super().__init__(shape)
+        self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.moe = MoE(shape, parts, layer=layer, ledger=ledger)
+        self.schedule = schedule
+
+    def forward(self, h: Tensor) -> Tensor:
+        """`[B, S, H]` -> `[B, S, H]`."""
+        return self.schedule(self, h)

@@ -1,0 +1,145 @@
+"""The MoE layer: gate, routed path, shared experts.
+
+    logits = x @ gate                       fp32
+    ids, weights = router(logits)           top-k
+    rows = dispatch(x)                      to the ranks that own the experts
+    out  = experts(rows, weights)
+    y    = combine(out)                     back, summed over k
+    y   += shared(x)
+
+Legend: T tokens, H features, E experts in total, L local experts, F expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from sidestream.dispatch.base import Dispatcher, Received
+from sidestream.fusion.base import Fusion
+from sidestream.model.config import ModelShape
+from sidestream.model.layers import SwiGLU, run
+from sidestream.overlap.path import RoutedPath
+from sidestream.routing.balance import AllReduce, Balance
+from sidestream.routing.router import Router
+
+
+@dataclass(frozen=True)
+class MoEParts:
+    """What an MoE layer is assembled from. One dispatcher serves all layers.
+
+    Attributes:
+        reduce: SUM of a small fp32 tensor over all ranks that hold tokens, for balances that need it.
+        expert_range: First and past-the-last global id of this rank's experts.
+    """
+
+    router: Router
+    balance: Balance
+    dispatcher: Dispatcher
+    fusion: Fusion
+    expert_range: tuple[int, int]
+    reduce: AllReduce | None = None
+
+
+@dataclass
+class Ledger:
+    """What the layers of one attempt report. Cleared when an attempt begins; nothing in it lasts.
+
+    Attributes:
+        counts: `[moe layers, E]` int64, routes of this rank's tokens.
+        aux: Auxiliary losses, each summed over the local sequences.
+    """
+
+    counts: Tensor
+    aux: list[Tensor] = field(default_factory=list)
+
+    def begin_attempt(self) -> None:
+        self.counts.zero_()
+        self.aux.clear()
+
+    def take_aux(self) -> Tensor:
+        """Return and clear the sum of the losses since the last call (one micro-batch)."""
+        total = torch.stack(self.aux).sum() if self.aux else self.counts.new_zeros((), dtype=torch.float32)
+        self.aux.clear()
+        return total
+
+
+class Experts(nn.Module):
+    """Stacked weights of the local experts; under expert parallelism DTensors, `Shard(0)` on the `ep` axis."""
+
+    def __init__(self, shape: ModelShape, *, num_local: int, fusion: Fusion) -> None:
+        super().__init__()
+        hidden, width = shape.hidden_size, shape.expert_hidden_size
+        self.w_gate_up = nn.Parameter(torch.empty(num_local, hidden, 2 * width))
+        self.w_down = nn.Parameter(torch.empty(num_local, width, hidden))
+        self.fusion, self.recompute = fusion, shape.activation_checkpointing
+
+    def forward(self, received: Received) -> Tensor:
+        """Rows `[S, H]` -> `[S, H]` in the dtype of the rows."""
+        dtype = received.rows.dtype
+        w_gate_up, w_down = local(self.w_gate_up).to(dtype), local(self.w_down).to(dtype)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.fusion, received, w_gate_up, w_down, use_reentrant=False)
+        return self.fusion(received, w_gate_up, w_down)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class MoE(nn.Module):
+    """Routed experts and shared experts of one block.
+
+    Args:
+        shape: Model shape.
+        parts: Router, balance, dispatcher, fusion.
+        layer: Index among the MoE layers, row of the ledger.
+        ledger: Where routing statistics and auxiliary losses go.
+    """
+
+    selection_bias: Tensor
+
+    def __init__(self, shape: ModelShape, parts: MoEParts, *, layer: int, ledger: Ledger) -> None:
+        super().__init__()
+        self.parts, self.layer, self.ledger = parts, layer, ledger
+        self.gate = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
+        first, last = parts.expert_range
+        self.experts = Experts(shape, num_local=last - first, fusion=parts.fusion)
+        width = shape.num_shared_experts * shape.expert_hidden_size
+        self.shared_expert = SwiGLU(shape.hidden_size, width) if width else None
+        self.recompute = shape.activation_checkpointing
+        # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
+        self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
+
+    def routed_path(self, x: Tensor) -> RoutedPath:
+        """Route `x` `[B, S, H]` and return the path, nothing of which has started but the exchange of counts."""
+        seq_length = x.shape[1]
+        x_TH = x.reshape(-1, x.shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            logits_TE = x_TH.float() @ self.gate.float().t()
+            bias = self.selection_bias if self.parts.balance.uses_bias else None
+            decision = self.parts.router(logits_TE, selection_bias=bias)
+            if self.training:
+                self.ledger.counts[self.layer] += decision.counts
+                aux = self.parts.balance.loss(decision, seq_length=seq_length, reduce=self.parts.reduce)
+                if aux is not None:
+                    self.ledger.aux.append(aux)
+        if torch.is_autocast_enabled(x.device.type):
+            x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
+        return RoutedPath(x_TH, decision.routing, dispatcher=self.parts.dispatcher, experts=self.experts)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """The shared experts on `x` `[B, S, H]`; zeros if there are none."""
+        if self.shared_expert is None:
+            return torch.zeros_like(x)
+        return run(self.shared_expert, x, recompute=self.recompute)
+
+    def keep_fp32(self) -> None:
+        """The gate and the selection bias stay fp32 in a model that was cast to another dtype (case d1)."""
+        self.gate.data = self.gate.data.float()
+        self.selection_bias = self.selection_bias.float()

@@ -1,0 +1,73 @@
+"""`MoETransformer`: tokens in, loss out.
+
+Legend: B sequences, S tokens, H features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sidestream.model.block import DenseBlock, MoEUnit
+from sidestream.model.config import ModelShape
+from sidestream.model.layers import RMSNorm
+from sidestream.model.moe import Ledger, MoE, MoEParts
+from sidestream.overlap.path import Schedule
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the local tokens or sequences; whoever owns the global batch divides, once.
+
+    Attributes:
+        nll: Scalar fp32, negative log-likelihood summed over tokens, nats.
+        aux: Scalar fp32, auxiliary losses of all layers summed over sequences, without the coefficient.
+    """
+
+    nll: Tensor
+    aux: Tensor
+
+
+class MoETransformer(nn.Module):
+    """Decoder-only transformer whose MoE blocks run under an overlap schedule."""
+
+    def __init__(self, shape: ModelShape, parts: MoEParts, schedule: Schedule) -> None:
+        super().__init__()
+        self.shape, self.parts = shape, parts
+        moe_blocks = shape.moe_blocks
+        self.ledger = Ledger(torch.zeros(len(moe_blocks), shape.num_experts, dtype=torch.int64))
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(
+            MoEUnit(shape, parts, schedule, layer=moe_blocks.index(i), ledger=self.ledger)
+            if i in moe_blocks
+            else DenseBlock(shape)
+            for i in range(shape.num_layers)
+        )
+        self.final_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[B, S]` int64 -> logits `[B, S, V]`."""
+        h = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.final_norm(h))
+
+    def loss_sums(self, sequences: Tensor) -> LossSums:
+        """Sum the next-token loss over `sequences` `[B, S + 1]` int64."""
+        logits = self(sequences[:, :-1])
+        nll = F.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].reshape(-1), reduction="sum")
+        return LossSums(nll, self.ledger.take_aux())
+
+    def moe_layers(self) -> list[MoE]:
+        """The MoE layers in order; index = row of the ledger."""
+        return [block.moe for block in self.blocks if isinstance(block, MoEUnit)]
+
+    def keep_fp32(self) -> None:
+        """Restore fp32 where a lower precision would change choices (gate, selection bias)."""
+        for moe in self.moe_layers():
+            moe.keep_fp32()

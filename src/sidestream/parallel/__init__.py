@@ -1,0 +1,1 @@
+"""Ranks: groups and meshes, gradient reduction, clipping, checks that all ranks agree."""

@@ -1,0 +1,45 @@
+"""Checks that ranks agree where they must, before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sidestream.model.moe import local
+from sidestream.parallel.mesh import Parallel
+from sidestream.parallel.replicate import is_expert
+
+
+def _digest(tensor: Tensor) -> int:
+    data = local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def check_replicas(model: nn.Module, parallel: Parallel) -> None:
+    """Raise if a parameter or buffer differs between ranks that must hold the same values.
+
+    Dense parameters and buffers are compared over all ranks, expert shards over their `edp` group. Collective.
+
+    Raises:
+        RuntimeError: On every rank of the group, naming the first tensor that differs.
+    """
+    for experts, group in ((False, parallel.dp_group), (True, parallel.edp_group)):
+        named = [*model.named_parameters(), *model.named_buffers()]
+        mine = [(name, t) for name, t in named if is_expert(t) == experts]
+        if dist.get_world_size(group) == 1 or not mine:
+            continue
+        device = local(mine[0][1].detach()).device
+        digests = torch.tensor([_digest(t) for _, t in mine], dtype=torch.int64, device=device)
+        lowest, highest = digests.clone(), digests.clone()
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        differing = (lowest != highest).nonzero().flatten().tolist()
+        if differing:
+            name = mine[differing[0]][0]
+            raise RuntimeError(
+                f"{len(differing)} tensors differ between ranks that must hold equal copies, first: {name}. "
+                "Every rank must build the model from the same seed and config."
+            )

@@ -1,0 +1,139 @@
+"""`strategy=replicate`: our own bucketed all-reduce. Dense parameters over `dp`, experts over `edp`.
+
+Gradients are views of flat storage at fixed addresses, so a recorded step replays into the same memory. Buckets are
+reduced while backward still runs, from gradient hooks, in one fixed order on every rank, SUM with factor 1: the loss
+was already divided by the global token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sidestream.parallel.mesh import Parallel
+
+
+@dataclass(eq=False)
+class _Bucket:
+    group: dist.ProcessGroup | None
+    flat: Tensor
+    params: list[nn.Parameter]
+    waiting: int = 0
+    work: Any = None
+    ready: bool = field(default=False)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Expert weights are the DTensors; everything else is replicated over all ranks."""
+    return isinstance(parameter, DTensor)
+
+
+def _chunks(params: list[nn.Parameter], limit_bytes: float) -> Iterable[list[nn.Parameter]]:
+    chunk: list[nn.Parameter] = []
+    size = 0.0
+    for p in params:
+        numel = (p.to_local() if isinstance(p, DTensor) else p).numel()
+        nbytes = numel * p.element_size()
+        if chunk and (size + nbytes > limit_bytes or p.dtype != chunk[0].dtype):
+            yield chunk
+            chunk, size = [], 0.0
+        chunk.append(p)
+        size += nbytes
+    if chunk:
+        yield chunk
+
+
+class Replicate:
+    """Owns the gradients of a model and reduces them.
+
+    Args:
+        model: Its trainable parameters; experts are DTensors on `ep`.
+        parallel: Groups.
+        bucket_mb: Bucket size in MiB.
+    """
+
+    def __init__(self, model: nn.Module, parallel: Parallel, *, bucket_mb: float) -> None:
+        # Backward reaches the last parameters first.
+        params = [p for p in model.parameters() if p.requires_grad][::-1]
+        limit = bucket_mb * 2**20
+        self.buckets: list[_Bucket] = []
+        for group, members in (
+            (parallel.dp_group, [p for p in params if not is_expert(p)]),
+            (parallel.edp_group, [p for p in params if is_expert(p)]),
+        ):
+            # A group of one rank has nothing to add.
+            used = group if dist.get_world_size(group) > 1 else None
+            self.buckets += [self._make_bucket(used, chunk) for chunk in _chunks(members, limit)]
+        position = {id(p): index for index, p in enumerate(params)}
+        self._order = sorted(self.buckets, key=lambda b: max(position[id(p)] for p in b.params))
+        self._armed = False
+        self._next = 0
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook_for(bucket))
+            for bucket in self.buckets
+            for p in bucket.params
+        ]
+
+    @staticmethod
+    def _make_bucket(group: dist.ProcessGroup | None, params: list[nn.Parameter]) -> _Bucket:
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+        flat = torch.zeros(sum(p.numel() for p in locals_), dtype=params[0].dtype, device=locals_[0].device)
+        for p, view in zip(params, flat.split([p.numel() for p in locals_])):
+            if isinstance(p, DTensor):
+                shard = view.view(p.to_local().shape)
+                p.grad = DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False)
+            else:
+                p.grad = view.view(p.shape)
+        return _Bucket(group, flat, params)
+
+    def _hook_for(self, bucket: _Bucket) -> Any:
+        def hook(_: Tensor) -> None:
+            if self._armed:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    bucket.ready = True
+                    self._launch_ready()
+
+        return hook
+
+    def _launch_ready(self) -> None:
+        """Launch in the fixed order; a bucket that is ready early waits for those before it."""
+        while self._next < len(self._order) and self._order[self._next].ready:
+            bucket = self._order[self._next]
+            if bucket.group is not None:
+                bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            self._next += 1
+
+    def zero(self) -> None:
+        """Set all gradients to zero, in place."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+
+    @contextmanager
+    def last_micro_batch(self):  # type: ignore[no-untyped-def]
+        """Backward inside this context reduces. On exit every gradient is the sum over its ranks."""
+        self._armed, self._next = True, 0
+        for bucket in self.buckets:
+            bucket.waiting, bucket.ready, bucket.work = len(bucket.params), False, None
+        yield
+        for bucket in self._order:  # parameters that got no gradient keep their zeros; nobody is left out
+            bucket.ready = True
+        self._launch_ready()
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self._armed = False
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

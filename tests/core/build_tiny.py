@@ -1,0 +1,170 @@
+"""A micro model and one training step for tests, on however many ranks there are.
+
+`Setup` is what a test varies. `run_steps` is the whole path: assemble, attempt, check, commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sidestream.dispatch.alltoall import AllToAllDispatcher
+from sidestream.dispatch.local import LocalDispatcher
+from sidestream.exchange.link import Link, NativeLink
+from sidestream.fusion.grouped import GroupedExperts
+from sidestream.fusion.loop import LoopExperts
+from sidestream.model.config import ModelShape
+from sidestream.model.transformer import MoETransformer
+from sidestream.overlap.none import NoOverlap
+from sidestream.parallel.assemble import assemble
+from sidestream.parallel.mesh import Parallel, build_parallel
+from sidestream.parallel.replicate import Replicate
+from sidestream.parallel.step import TrainingStep
+from sidestream.routing.balance import AuxLoss, Balance, ExpertBias, NoBalance
+from sidestream.routing.router import SoftmaxRouter
+
+DISPATCHERS = {"local": LocalDispatcher, "alltoall": AllToAllDispatcher}
+FUSIONS = {"loop": LoopExperts, "grouped": GroupedExperts}
+BALANCES: dict[str, Any] = {
+    "none": lambda: NoBalance(),
+    "bias": lambda: ExpertBias(update_rate=0.01),
+    "aux": lambda: AuxLoss(coefficient=0.02, scope="sequence"),
+}
+
+SHAPE = ModelShape(
+    vocab_size=64,
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=64,
+    moe_layers=[1, 2],
+    num_experts=8,
+    expert_hidden_size=64,
+    num_shared_experts=1,
+    dropout=0.0,
+    activation_checkpointing=False,
+    rope_theta=10000.0,
+    norm_eps=1e-5,
+    # Larger than in training: gradients well above rounding.
+    init_std=0.2,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a test varies."""
+
+    dispatcher: str = "alltoall"
+    fusion: str = "grouped"
+    balance: str = "aux"
+    ep: int = 1
+    accumulation: int = 1
+    global_batch: int = 8
+    seq_length: int = 16
+    steps: int = 1
+    max_norm: float | None = 0.5
+    optimizer: str = "adamw"
+    alignment: int = 1
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    shape: ModelShape = SHAPE
+    top_k: int = 2
+    seed: int = 7
+
+    def with_(self, **changes: Any) -> Setup:
+        return replace(self, **changes)
+
+
+@cache
+def parallel_for(ep: int) -> Parallel:
+    """Groups are made once per process and expert-parallel size."""
+    return build_parallel(expert_parallel_size=ep, device_type="cpu", timeout=timedelta(seconds=60))
+
+
+def make_balance(name: str) -> Balance:
+    return BALANCES[name]()
+
+
+def make_model(setup: Setup, *, link: Link | None = None, dispatcher: Any = None) -> MoETransformer:
+    return assemble(
+        setup.shape,
+        router=SoftmaxRouter(top_k=setup.top_k),
+        balance=make_balance(setup.balance),
+        dispatcher=dispatcher or DISPATCHERS[setup.dispatcher](),
+        fusion=FUSIONS[setup.fusion](alignment=setup.alignment),
+        schedule=NoOverlap(),
+        link=link or NativeLink(),
+        parallel=parallel_for(setup.ep),
+        seed=setup.seed,
+        device=torch.device("cpu"),
+        dtype=setup.dtype,
+        compute_dtype=torch.bfloat16 if setup.autocast else None,
+    )
+
+
+def global_batch(setup: Setup, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    size = (setup.global_batch, setup.seq_length + 1)
+    return torch.randint(0, setup.shape.vocab_size, size, generator=generator)
+
+
+def local_batch(setup: Setup, step: int, rank: int, world: int) -> Tensor:
+    share = setup.global_batch // world
+    return global_batch(setup, step)[rank * share : (rank + 1) * share]
+
+
+def make_step(setup: Setup, model: MoETransformer, world: int) -> TrainingStep:
+    parallel = parallel_for(setup.ep)
+    return TrainingStep(
+        model,
+        parallel=parallel,
+        # Small buckets, so that several are in flight.
+        replicate=Replicate(model, parallel, bucket_mb=0.05),
+        global_batch_size=setup.global_batch,
+        micro_batch_size=setup.global_batch // world // setup.accumulation,
+        autocast=setup.autocast,
+    )
+
+
+def make_optimizer(setup: Setup, params: list[Tensor]) -> torch.optim.Optimizer:
+    from sidestream.parallel.replicate import is_expert
+
+    groups = [{"params": [p for p in params if is_expert(p) == flag]} for flag in (False, True)]
+    groups = [g for g in groups if g["params"]]
+    if setup.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.1)
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank (experts of all ranks)."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def run_steps(rank: int, world: int, setup: Setup) -> dict[str, Any]:
+    """Train `setup.steps` steps; return losses, norms, the first step's gradients and the final parameters."""
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    optimizer = make_optimizer(setup, step.params)
+    out: dict[str, Any] = {"loss": [], "aux": [], "norm": [], "counts": []}
+    for index in range(setup.steps):
+        step.attempt(local_batch(setup, index, rank, world))
+        if index == 0:
+            out["grads"] = {name: full(p.grad) for name, p in model.named_parameters()}
+        report = step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+        norm = step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
+        out["loss"].append(report.loss)
+        out["aux"].append(report.aux)
+        out["norm"].append(float(norm))
+        out["counts"].append(report.counts)
+    out["params"] = {name: full(p) for name, p in model.named_parameters()}
+    out["bias"] = [moe.selection_bias.clone() for moe in model.moe_layers()]
+    step.replicate.close()
+    model.parts.dispatcher.close()
+    return out

@@ -1,0 +1,126 @@
+"""A pool of ranks: real processes on gloo, one pool per world size, reused by all tests.
+
+    def body(rank, world, factor): ...           # a module-level function
+    results = ranks(2).run(body, factor=3)       # list, one per rank
+
+A rank that raises fails the test with its traceback; a hang is a failure after the time limit. Either way the pool
+is discarded, because its ranks no longer agree on what comes next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEFAULT_LIMIT_S = 60.0
+
+
+def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    connection.send(("ready", None))
+    while True:
+        job = connection.recv()
+        if job is None:
+            break
+        function, kwargs = job
+        try:
+            torch.manual_seed(1234)
+            connection.send(("ok", function(rank, world, **kwargs)))
+        except BaseException:
+            connection.send(("error", traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """W ranks that wait for work."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world, str(Path(self._folder.name) / "store"), theirs), daemon=True
+            )
+            process.start()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self._collect(DEFAULT_LIMIT_S)
+
+    def run(self, function: Callable[..., Any], *, limit_s: float = DEFAULT_LIMIT_S, **kwargs: Any) -> list[Any]:
+        """Call `function(rank, world, **kwargs)` on every rank; return the results in rank order."""
+        for pipe in self._pipes:
+            pipe.send((function, kwargs))
+        return self._collect(limit_s)
+
+    def _collect(self, limit_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: list[str] = []
+        deadline = time.monotonic() + limit_s
+        waiting = dict(zip(self._pipes, range(self.world)))
+        while waiting:
+            # After the first error the others get a moment to report, then they are stuck in a collective.
+            remaining = min(deadline, time.monotonic() + 2.0 if errors else deadline) - time.monotonic()
+            ready = wait(list(waiting), timeout=max(0.0, remaining))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    kind, value = "error", "the process died"
+                if kind == "error":
+                    errors.append(f"rank {rank}:\n{value}")
+                results[rank] = value
+        if errors or waiting:
+            self.discard()
+            stuck = f"ranks {sorted(waiting.values())} did not finish in {limit_s:.0f} s" if waiting else ""
+            raise AssertionError("\n".join([*errors, stuck]))
+        return [results[rank] for rank in range(self.world)]
+
+    def discard(self) -> None:
+        """End the processes; by id, only ours."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        _pools.pop(self.world, None)
+        self._folder.cleanup()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+        self.discard()
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def ranks(world: int) -> RankPool:
+    """The pool of this world size, started on first use."""
+    if world not in _pools:
+        _pools[world] = RankPool(world)
+    return _pools[world]
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
