@@ -68,8 +68,9 @@ class GroupedExperts:
     def __call__(self, received: Received, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
         rows, weights, offsets = received.rows, received.row_weights, received.offsets
         if rows.shape[0] == 0:
-            # Keeps an idle rank attached to the graph: its experts get zero gradients (case b1).
-            return rows + 0.0 * (w_gate_up.sum() + w_down.sum())
+            # Keeps an idle rank attached to the graph: its experts get zero gradients, and the reverse exchanges
+            # of rows and of weights start, as the other ranks expect (case b1).
+            return rows * weights.unsqueeze(-1).to(rows.dtype) + 0.0 * (w_gate_up.sum() + w_down.sum())
         # Eager dispatchers size the buffer exactly; only a longer buffer has a tail.
         exact = received.host_offsets is not None and received.host_offsets[-1] == rows.shape[0]
         if not exact:

@@ -59,7 +59,8 @@ class Attention(nn.Module):
         """`[B, S, H]` -> `[B, S, H]`."""
         batch, seq, _ = x.shape
         if self._rope is None or self._rope[0].shape[0] < seq or self._rope[0].device != x.device:
-            self._rope = rope_tables(seq, self.head_dim, self.theta, x.device)
+            with torch.inference_mode(False):  # made in validation, used in training
+                self._rope = rope_tables(seq, self.head_dim, self.theta, x.device)
         cos, sin = self._rope[0][:seq], self._rope[1][:seq]
         heads = self.qkv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)

@@ -43,3 +43,16 @@ def check_replicas(model: nn.Module, parallel: Parallel) -> None:
                 f"{len(differing)} tensors differ between ranks that must hold equal copies, first: {name}. "
                 "Every rank must build the model from the same seed and config."
             )
+
+
+def check_equal(what: str, value: str, parallel: Parallel) -> None:
+    """Raise on every rank if `value` is not the same on all ranks. Collective.
+
+    Raises:
+        RuntimeError: Naming `what` and the values.
+    """
+    values: list[str] = [""] * parallel.world_size
+    dist.all_gather_object(values, value, group=parallel.control)
+    if len(set(values)) > 1:
+        listed = ", ".join(f"rank {rank}: {v}" for rank, v in enumerate(values))
+        raise RuntimeError(f"{what} differs between ranks ({listed})")

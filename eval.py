@@ -1,0 +1,66 @@
+"""Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt="import "]`."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.compatibility import check
+from sidestream.config.errors import ConfigError
+
+DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": "import "}
+
+
+def main(argv: list[str]) -> None:
+    options = dict(DEFAULTS)
+    for part in argv:
+        key, equals, value = part.partition("=")
+        if not equals or key not in DEFAULTS:
+            raise ConfigError(key, value, "no such option", expected=", ".join(DEFAULTS), fix="run=<folder>")
+        options[key] = value
+    run = Path(options["run"]).expanduser().absolute()
+    resolved = run / ".hydra" / "resolved.yaml"
+    checkpoint = _checkpoint(run, options["checkpoint"])
+    if not options["run"] or not resolved.exists() or checkpoint is None:
+        why = "no run with a checkpoint there"
+        raise ConfigError("run", options["run"], why, expected="the folder of a run", fix="run=<folder>")
+    if not options["num_tokens"].isdigit():
+        raise ConfigError(
+            "num_tokens", options["num_tokens"], "no count", expected="an integer", fix="num_tokens=200"
+        )
+    cfg = OmegaConf.load(resolved)
+    assert isinstance(cfg, DictConfig)
+    # One rank: a checkpoint does not depend on how many wrote it.
+    cfg.trainer.devices, cfg.trainer.num_nodes, cfg.strategy.expert_parallel_size = 1, 1, "auto"
+    cfg.sample = {"num_tokens": int(options["num_tokens"]), "prompt": options["prompt"]}
+    evaluate(cfg, run=run, checkpoint=checkpoint)
+
+
+def evaluate(cfg: DictConfig, *, run: Path, checkpoint: Path) -> None:
+    """Prints the validation loss and a sample."""
+    layout = check(cfg)
+    from sidestream.launch.worker import RankEnv
+    from sidestream.run import evaluate
+
+    with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
+        env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
+        result = evaluate(cfg, layout=layout, folder=run, env=env, checkpoint=checkpoint)
+    print(f"checkpoint {checkpoint}\nval_loss   {result['val_loss']:.4f} nats per token")
+    print(f"sample     {cfg.sample.prompt}{result['sample']}")
+
+
+def _checkpoint(run: Path, given: str) -> Path | None:
+    if given:
+        found = Path(given).expanduser().absolute()
+        return found if found.is_dir() else None
+    found = sorted((run / "checkpoints").glob("step-*/"), key=lambda path: int(path.name.partition("-")[2]))
+    return found[-1] if found else None
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,85 @@
+"""Config -> objects. The only place that reads the config's groups; nothing from OmegaConf goes past it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
+
+from sidestream.model.config import ModelShape
+from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.assemble import assemble
+from sidestream.parallel.mesh import Parallel
+from sidestream.parallel.replicate import is_expert
+
+# trainer.precision -> dtype of the parameters, dtype of autocast
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "32-true": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "bf16-true": (torch.bfloat16, None),
+}
+
+
+def make(node: DictConfig, **kwargs: Any) -> Any:
+    """Instantiate a group's option; plain containers, no OmegaConf objects in it."""
+    return instantiate(node, _convert_="all", **kwargs)
+
+
+def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
+    """The model's sizes; the vocabulary comes from the data."""
+    values: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    return ModelShape(vocab_size=vocab_size, **values)
+
+
+def model_builder(
+    cfg: DictConfig, *, vocab_size: int, device: torch.device
+) -> Callable[[Parallel], MoETransformer]:
+    """Return a function that builds this rank's part of the model, given the groups."""
+    dtype, compute_dtype = PRECISIONS[cfg.trainer.precision]
+    shape = model_shape(cfg, vocab_size=vocab_size)
+    router, balance = make(cfg.router), make(cfg.balance)
+    dispatcher, fusion, schedule, link = (
+        make(cfg.dispatcher),
+        make(cfg.fusion),
+        make(cfg.overlap),
+        make(cfg.link),
+    )
+
+    def build(parallel: Parallel) -> MoETransformer:
+        return assemble(
+            shape,
+            router=router,
+            balance=balance,
+            dispatcher=dispatcher,
+            fusion=fusion,
+            schedule=schedule,
+            link=link,
+            parallel=parallel,
+            seed=cfg.seed,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+        )
+
+    return build
+
+
+def param_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Split parameters by mesh and by decay: plain and DTensor do not step together; only matrices decay."""
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for parameter in model.parameters():
+        decays = parameter.dim() > 1
+        group = {"params": [], "weight_decay": weight_decay if decays else 0.0}
+        groups.setdefault((is_expert(parameter), decays), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def optimizer_builder(cfg: DictConfig) -> Callable[[MoETransformer], Optimizer]:
+    """Return a function that builds the optimizer of a model."""
+    weight_decay = float(cfg.optimizer.get("weight_decay", 0.0))
+    build = make(cfg.optimizer, _partial_=True)
+    return lambda model: build(param_groups(model, weight_decay=weight_decay))

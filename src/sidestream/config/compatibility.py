@@ -1,0 +1,315 @@
+"""What fits what, decided before any process is started. Pure but for looking at folders and counting GPUs."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.devices import count_gpus
+from sidestream.config.errors import ConfigError
+from sidestream.config.keys import check_keys
+
+TRUSTED_TARGETS = ("sidestream", "torch.optim", "lightning")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a component can do. A class that is not in `CAPABILITIES` is taken to do everything.
+
+    Attributes:
+        max_expert_parallel_size: Ranks that may share the experts; None means any number.
+    """
+
+    max_expert_parallel_size: int | None = None
+
+
+CAPABILITIES = {"sidestream.dispatch.local.LocalDispatcher": Capabilities(max_expert_parallel_size=1)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from the config and the number of ranks; never in YAML.
+
+    Attributes:
+        local_world_size: Ranks on this machine.
+        expert_data_parallel_size: Copies of each expert.
+        micro_batch_size: Sequences per rank in one forward pass.
+        accumulation: Forward passes per optimizer step.
+        device_type: `cpu` or `cuda`.
+    """
+
+    world_size: int
+    local_world_size: int
+    expert_parallel_size: int
+    expert_data_parallel_size: int
+    micro_batch_size: int
+    accumulation: int
+    device_type: str
+
+
+def check(
+    cfg: DictConfig,
+    *,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    device_count: int | None = None,
+) -> Layout:
+    """Checks a composed config and derives the layout of its ranks.
+
+    Args:
+        cfg: The root config.
+        world_size: Ranks that exist already (torchrun); None lets the config decide.
+        local_world_size: Of these, the ranks on this machine; None means world_size / num_nodes.
+        device_count: GPUs of this machine; None counts them.
+
+    Raises:
+        ConfigError: naming the key to change.
+    """
+    check_keys(cfg)
+    _check_targets(cfg)
+    _check_model(cfg.model)
+    _check_router(cfg)
+    _check_folders(cfg)
+    world_size, local, device_type = _world(cfg, world_size, local_world_size, device_count)
+    expert_parallel_size = _expert_parallel_size(cfg, world_size)
+    micro_batch_size, accumulation = _batches(cfg.data, world_size)
+    return Layout(
+        world_size=world_size,
+        local_world_size=local,
+        expert_parallel_size=expert_parallel_size,
+        expert_data_parallel_size=world_size // expert_parallel_size,
+        micro_batch_size=micro_batch_size,
+        accumulation=accumulation,
+        device_type=device_type,
+    )
+
+
+def moe_blocks(num_layers: int, moe_layers: Any) -> list[int]:
+    """Returns the indices of the MoE blocks. `moe_layers` is n (every n-th block) or a list of indices."""
+    if isinstance(moe_layers, int):
+        return [block for block in range(num_layers) if (block + 1) % moe_layers == 0]
+    return sorted(moe_layers)
+
+
+def _check_targets(cfg: DictConfig) -> None:
+    trusted = [prefix.rstrip(".") for prefix in (*TRUSTED_TARGETS, *cfg.trusted_targets)]
+
+    def walk(node: Any, key: str) -> None:
+        if isinstance(node, dict | list):
+            for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+                walk(value, f"{key}.{name}" if key else str(name))
+        elif key.endswith("_target_") and not any(f"{node}.".startswith(f"{p}.") for p in trusted):
+            package = str(node).partition(".")[0]
+            raise ConfigError(
+                key,
+                node,
+                "this class is not from a trusted package",
+                expected=f"a class of {', '.join(trusted)}",
+                fix=f"trusted_targets=[{','.join([*cfg.trusted_targets, package])}] if you trust it",
+            )
+
+    # Resolved: an interpolation may name a class too.
+    walk(OmegaConf.to_container(cfg, resolve=True), "")
+
+
+def _check_model(model: DictConfig) -> None:
+    layers, value = model.num_layers, model.moe_layers
+    key, expected = "model.moe_layers", f"n from 1 to {layers} (every n-th block) or a list of block indices"
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 1 <= value <= layers:
+            why = f"with model.num_layers={layers} no block would be a MoE block"
+            raise ConfigError(key, value, why, expected=f"{expected}, [] for a dense model", fix=f"{key}=[]")
+    elif OmegaConf.is_list(value):
+        blocks = list(value)
+        if len(set(blocks)) < len(blocks) or any(b not in range(layers) for b in blocks):
+            why = f"not distinct blocks of model.num_layers={layers}"
+            raise ConfigError(key, blocks, why, expected=f"indices from 0 to {layers - 1}", fix=f"{key}=2")
+    else:
+        raise ConfigError(key, value, "neither an integer nor a list", expected=expected, fix=f"{key}=2")
+    hidden, heads, kv_heads = model.hidden_size, model.num_heads, model.num_kv_heads
+    if hidden % heads or (hidden // heads) % 2:
+        best = max((h for h in range(1, heads + 1) if hidden % h == 0 and hidden // h % 2 == 0), default=None)
+        raise ConfigError(
+            "model.num_heads",
+            heads,
+            f"does not cut model.hidden_size={hidden} into heads of an even width",
+            expected=f"a divisor of {hidden} with an even quotient",
+            fix=f"model.num_heads={best}" if best else f"model.hidden_size={2 * heads}",
+        )
+    if heads % kv_heads:
+        raise ConfigError(
+            "model.num_kv_heads",
+            kv_heads,
+            f"does not divide model.num_heads={heads}",
+            expected=f"a divisor of {heads}",
+            fix=f"model.num_kv_heads={math.gcd(heads, kv_heads)}",
+        )
+
+
+def _check_router(cfg: DictConfig) -> None:
+    top_k, experts = cfg.router.get("top_k"), cfg.model.num_experts
+    if top_k is None:  # a user's own router without this key
+        return
+    if top_k < 1:
+        raise ConfigError(
+            "router.top_k",
+            top_k,
+            "every token needs an expert",
+            expected=f"a value from 1 to model.num_experts={experts}",
+            fix="router.top_k=1",
+        )
+    if top_k > experts:
+        raise ConfigError(
+            "router.top_k",
+            top_k,
+            f"more than model.num_experts={experts}",
+            expected=f"a value from 1 to {experts}",
+            fix=f"router.top_k={experts}",
+        )
+    if top_k == 1 and cfg.router.get("normalize") is True:
+        raise ConfigError(
+            "router.normalize",
+            True,
+            "with router.top_k=1 every weight becomes 1 and the loss does not reach the router",
+            expected="auto or false, or router.top_k > 1",
+            fix="router.normalize=auto",
+        )
+
+
+def _check_folders(cfg: DictConfig) -> None:
+    """A folder that is written must be creatable; anything else a data option points at must be there."""
+    for key in ("paths.log_dir", "paths.cache_dir", "data.cache_dir"):
+        value = OmegaConf.select(cfg, key)
+        if value is None:
+            continue
+        folder = Path(value).expanduser().absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                key, value, f"{folder} cannot be written", expected="a writable folder", fix=f"{key}=<folder>"
+            )
+    for name, value in cfg.data.items():
+        points_at_data = name in ("path", "root") or name.endswith(("_path", "_dir", "_file"))
+        if points_at_data and name != "cache_dir" and isinstance(value, str):
+            if not os.access(Path(value).expanduser(), os.R_OK):
+                why = "missing or unreadable"
+                key = f"data.{name}"
+                raise ConfigError(key, value, why, expected="existing data", fix=f"{key}=<existing path>")
+
+
+def _world(
+    cfg: DictConfig, world_size: int | None, local_world_size: int | None, device_count: int | None
+) -> tuple[int, int, str]:
+    """Returns (world size, ranks on this machine, device type)."""
+    trainer = cfg.trainer
+    gpus = 0 if trainer.accelerator == "cpu" else count_gpus() if device_count is None else device_count
+    if trainer.accelerator == "gpu" and gpus == 0:
+        raise ConfigError(
+            "trainer.accelerator",
+            "gpu",
+            "no NVIDIA GPU is visible on this machine",
+            expected="cpu or auto here",
+            fix="trainer.accelerator=cpu",
+        )
+    devices, nodes = trainer.devices, trainer.num_nodes
+    if world_size is None:
+        if nodes > 1:
+            raise ConfigError(
+                "trainer.num_nodes",
+                nodes,
+                "this command starts ranks on one machine",
+                expected="1, or one torchrun per machine",
+                fix="trainer.num_nodes=1",
+            )
+        local = (gpus or 2) if devices == "auto" else devices
+        world_size = local
+    else:
+        if devices != "auto" and devices * nodes != world_size:
+            raise ConfigError(
+                "trainer.devices",
+                devices,
+                f"times trainer.num_nodes={nodes} is not the world size {world_size} of torchrun",
+                expected="the number of ranks that exist",
+                fix="trainer.devices=auto",
+            )
+        local = local_world_size or world_size // nodes
+    if gpus and local > gpus:
+        raise ConfigError(
+            "trainer.devices",
+            devices,
+            f"{local} ranks, but {gpus} GPUs are visible on this machine",
+            expected=f"at most {gpus}",
+            fix=f"trainer.devices={gpus}",
+        )
+    return world_size, local, "cuda" if gpus else "cpu"
+
+
+def _expert_parallel_size(cfg: DictConfig, world_size: int) -> int:
+    key, value = "strategy.expert_parallel_size", cfg.strategy.expert_parallel_size
+    experts = cfg.model.num_experts
+    target = cfg.dispatcher.get("_target_")
+    most = CAPABILITIES.get(target, Capabilities()).max_expert_parallel_size or world_size
+    dense = not moe_blocks(cfg.model.num_layers, cfg.model.moe_layers)
+    possible = [n for n in range(1, world_size + 1) if world_size % n == 0 and experts % n == 0 and n <= most]
+    best = 1 if dense else max(possible)
+    if value == "auto":
+        return best
+
+    def refuse(why: str, expected: str) -> ConfigError:
+        return ConfigError(key, value, why, expected=expected, fix=f"{key}={best}")
+
+    if value < 1:
+        raise refuse("not a group size", f"auto or one of {', '.join(map(str, possible))}")
+    if world_size % value:
+        raise refuse(f"does not divide the world size {world_size}", f"a divisor of {world_size}")
+    if experts % value:
+        raise refuse(f"does not divide model.num_experts={experts}", f"a divisor of {experts}")
+    if value > most:
+        name = str(target).rpartition(".")[2]
+        raise ConfigError(
+            key,
+            value,
+            f"{name} moves no rows between ranks",
+            expected=f"at most {most}, or another dispatcher",
+            fix="dispatcher=alltoall",
+        )
+    if dense and value > 1:
+        raise refuse("model.moe_layers=[] has no experts to share", "1")
+    return value
+
+
+def _batches(data: DictConfig, world_size: int) -> tuple[int, int]:
+    """Returns (sequences per rank and forward pass, forward passes per step)."""
+    for name in ("seq_length", "global_batch_size"):
+        if not isinstance(data.get(name), int):
+            key = f"data.{name}"
+            raise ConfigError(
+                key, data.get(name), "needed by every data option", expected="an integer", fix=f"{key}=<integer>"
+            )
+    total = data.global_batch_size
+    if total % world_size:
+        raise ConfigError(
+            "data.global_batch_size",
+            total,
+            f"not divisible by the world size {world_size}",
+            expected=f"a multiple of {world_size}",
+            fix=f"data.global_batch_size={math.ceil(total / world_size) * world_size}",
+        )
+    per_rank = total // world_size
+    micro = data.get("micro_batch_size", "auto")
+    if micro == "auto":
+        return per_rank, 1
+    if per_rank % micro:
+        raise ConfigError(
+            "data.micro_batch_size",
+            micro,
+            f"does not divide the {per_rank} sequences of a rank "
+            f"(data.global_batch_size={total} / world size {world_size})",
+            expected=f"a divisor of {per_rank}",
+            fix=f"data.micro_batch_size={math.gcd(per_rank, micro)}",
+        )
+    return micro, per_rank // micro

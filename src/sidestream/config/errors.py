@@ -1,0 +1,42 @@
+"""The one exception for a wrong configuration."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. `str()` is one line: `key=value: why; expected ...; set X=Y`.
+
+    Args:
+        key: What the user would type, such as `router.top_k`.
+        value: What it was set to.
+        why: What is wrong with it, naming the other numbers involved.
+        expected: What would be right.
+        fix: An override that helps (`router.top_k=2`), or a sentence where no override does.
+    """
+
+    def __init__(self, key: str, value: object, why: str, *, expected: str, fix: str) -> None:
+        expected = expected.removeprefix("expected ")
+        advice = f"set {fix}" if "=" in fix and not fix.startswith(("set ", "run ", "remove ")) else fix
+        super().__init__(f"{key}={as_typed(value)}: {why}; expected {expected}; {advice}")
+        self.key = key
+        self.value = value
+
+    def __reduce__(self) -> tuple:
+        # The default would call the class with the finished message, which has other arguments.
+        return (_restore, (str(self), self.key, self.value))
+
+
+def _restore(message: str, key: str, value: object) -> ConfigError:
+    error = ConfigError.__new__(ConfigError)
+    ValueError.__init__(error, message)
+    error.key, error.value = key, value
+    return error
+
+
+def as_typed(value: object) -> str:
+    """Returns `value` the way it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(as_typed(item) for item in value) + "]"
+    return str(value)

@@ -1,0 +1,60 @@
+"""The text of `python train.py --help`: one line per config group."""
+
+from collections.abc import Iterable
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+
+GROUPS = {
+    "model": "the transformer and where its experts are",
+    "router": "which experts a token goes to",
+    "balance": "what keeps the experts equally busy",
+    "dispatcher": "how token rows travel to the ranks of their experts",
+    "fusion": "how the experts of a rank are computed",
+    "overlap": "what is computed while rows travel",
+    "graph": "recording and replaying a whole step",
+    "link": "the wire that exchanges see",
+    "strategy": "process groups and gradient reduction",
+    "optimizer": "the update",
+    "scheduler": "the learning rate over the steps",
+    "data": "what is trained on, batch sizes",
+    "trainer": "devices, steps, precision",
+    "callbacks": "progress display and checkpoints",
+    "logger": "where metrics are mirrored",
+    "paths": "folders",
+    "experiment": "recipes that set several of these",
+}
+
+HEADER = """Trains a mixture-of-experts language model with expert parallelism.
+
+  python train.py                                   the defaults, a few minutes on a laptop
+  python train.py model=small router.top_k=1        another option of a group, another value of a key
+  python train.py -m fusion=loop,grouped seed=1,2   every combination, each as a job of its own
+  python train.py resume=logs/train/runs/...        goes on from the last checkpoint of a run
+  python train.py -cd my_conf dispatcher=mine       your own options (see trusted_targets)
+
+Groups (group=option):"""
+
+FOOTER = """Every key:        python train.py --cfg job --resolve      (add overrides to see their effect)
+Tab completion:   eval "$(python train.py -sc install=bash)"
+Hydra's options:  python train.py --hydra-help"""
+
+
+def help_text() -> str:
+    """Returns the whole help page, with the options found on the search path (the user's own included)."""
+    loader = GlobalHydra.instance().config_loader()
+    found = [group for group in loader.list_groups("") if group not in ("hydra", "schema")]
+    groups = [*(group for group in GROUPS if group in found), *sorted(set(found) - set(GROUPS))]
+    width = max(map(len, groups))
+    rows = [(group, loader.get_group_options(group, ObjectType.CONFIG)) for group in groups]
+    page = f"{HEADER}\n{_lines(rows, width)}\n\n{FOOTER}"
+    return page.replace("$", "$$")  # Hydra passes it through string.Template
+
+
+def _lines(rows: Iterable[tuple[str, list[str]]], width: int) -> str:
+    listed = [(group, " | ".join(options)) for group, options in rows]
+    options_width = max(len(options) for _, options in listed)
+    return "\n".join(
+        f"  {group:{width}}  {options:{options_width}}  {GROUPS.get(group, '')}".rstrip()
+        for group, options in listed
+    )

@@ -1,0 +1,100 @@
+"""Turns what Hydra and OmegaConf raise into one line in the form of `ConfigError`."""
+
+import difflib
+import re
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from sidestream.config.errors import ConfigError
+from sidestream.config.keys import unknown_key
+
+# ValueError: Hydra's own for a wrong mix of flags or a misused group override.
+USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+
+_UNKNOWN = re.compile(r"Could not (?:override|delete|append).*?'[+~]*([\w./@-]+?)(?:=.*)?'", re.DOTALL)
+_SEE = "run `python train.py --cfg job` to see all keys"
+_WRONG_TYPE = re.compile(r"full_key: ([\w.\[\]-]+)")
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """Returns one line for an exception raised while composing a config.
+
+    Args:
+        overrides: what the user typed, to name the value of a wrong key.
+    """
+    if isinstance(error, ConfigError):
+        return str(error)
+    typed = dict(part.lstrip("+~").partition("=")[::2] for part in overrides)
+    causes = _chain(error)
+    for cause in causes:
+        explained = _explain_one(cause, typed)
+        if explained:
+            return str(explained)
+    messages = dict.fromkeys(str(cause).partition("\n")[0] for cause in causes)
+    return ": ".join(message for message in messages if message)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | None:
+    message = str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing_option(error)
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        why = message.splitlines()[0]
+        expected = "key=value, with quotes around spaces and special characters"
+        return ConfigError(key, value, why, expected=expected, fix=f"{key}='<value>'")
+    if isinstance(error, SearchPathException):
+        return ConfigError("-cd", "", message, expected="an existing folder", fix="run with -cd <folder>")
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
+        return unknown_key(error.full_key, typed.get(error.full_key, "..."))
+    if isinstance(error, ValidationError) and (found := _WRONG_TYPE.search(message)):
+        return _wrong_type(found.group(1), typed.get(found.group(1), "..."), message.splitlines()[0])
+    if isinstance(error, InterpolationKeyError) and error.full_key:
+        why = message.partition("\n")[0]
+        expected = "an existing key inside ${...}"
+        return ConfigError(error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=_SEE)
+    if found := _UNKNOWN.search(message):
+        return unknown_key(found.group(1), typed.get(found.group(1), "..."))
+    return None
+
+
+def _missing_option(error: MissingConfigException) -> ConfigError:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    if not group:
+        return ConfigError(
+            "--config-name", option, "no such config", expected="train", fix="run without -cn"
+        )
+    options = sorted(error.options or [])
+    best = (difflib.get_close_matches(option, options, n=1) or options or ["<option>"])[0]
+    return ConfigError(
+        group, option, "no such option", expected=f"one of {', '.join(options)}", fix=f"{group}={best}"
+    )
+
+
+def _wrong_type(key: str, value: str, why: str) -> ConfigError:
+    wanted = re.search(r"could not be converted to (\w+)", why)
+    kinds = {"Integer": ("an integer", "1"), "Float": ("a number", "1.0"), "Boolean": ("true or false", "true")}
+    expected, example = kinds.get(wanted.group(1) if wanted else "", ("another type of value", "<value>"))
+    if wanted:
+        why = f"not {expected}"
+    elif "not Optional" in why:
+        why, expected = "may not be null", "a value"
+    elif "ListConfig" in why:
+        why, expected, example = "not a list", "a list", "[<value>,...]"
+    return ConfigError(key, value, why, expected=expected, fix=f"{key}={example}")

@@ -1,0 +1,129 @@
+"""Checks of single keys: unknown, renamed, missing or out of range. Cross checks are in compatibility.py."""
+
+import difflib
+from dataclasses import Field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.errors import ConfigError
+from sidestream.config.schema import known_keys
+
+# What people type, from other frameworks or older habits -> the key here.
+RENAMED = {
+    "model.top_k": "router.top_k",
+    "model.router_topk": "router.top_k",
+    "model.num_experts_per_tok": "router.top_k",
+    "model.seq_length": "data.seq_length",
+    "model.moe_every": "model.moe_layers",
+    "model.moe_layer_freq": "model.moe_layers",
+    "model.n_experts": "model.num_experts",
+    "model.num_moe_experts": "model.num_experts",
+    "model.num_local_experts": "model.num_experts",
+    "model.n_shared_experts": "model.num_shared_experts",
+    "model.num_shared": "model.num_shared_experts",
+    "model.recompute": "model.activation_checkpointing",
+    "model.checkpointing": "model.activation_checkpointing",
+    "trainer.expert_parallel_size": "strategy.expert_parallel_size",
+    "model.expert_parallel_size": "strategy.expert_parallel_size",
+    "expert_parallel_size": "strategy.expert_parallel_size",
+    "strategy.ep": "strategy.expert_parallel_size",
+    "ep": "strategy.expert_parallel_size",
+    "data.batch_size": "data.global_batch_size",
+    "trainer.batch_size": "data.global_batch_size",
+    "trainer.max_epochs": "trainer.max_steps",
+    "trainer.accumulate_grad_batches": "data.micro_batch_size",
+    "lr": "optimizer.lr",
+    "top_k": "router.top_k",
+}
+WHY_RENAMED = {
+    "trainer.accumulate_grad_batches": "accumulation follows from the global and the micro-batch size",
+    "trainer.max_epochs": "training is counted in optimizer steps",
+}
+
+
+def unknown_key(key: str, value: object) -> ConfigError:
+    """Explains a key that no schema has: by its new name, or by the names that look like it."""
+    if key in RENAMED:
+        new = RENAMED[key]
+        why = WHY_RENAMED.get(key, "this key has another name here")
+        shown = "<value>" if key in WHY_RENAMED or isinstance(value, dict | list | None) else f"{value}"
+        return ConfigError(key, value, why, expected=new, fix=f"{new}={shown}")
+    near = nearest(key)
+    if not near:
+        listing = "one of the keys of `python train.py --cfg job`"
+        return ConfigError(key, value, "no such key", expected=listing, fix=f"remove {key}")
+    return ConfigError(
+        key, value, "no such key", expected=f"one of {', '.join(near)}", fix=f"{near[0]}=<value>"
+    )
+
+
+def nearest(key: str) -> list[str]:
+    """Returns up to three known keys that look like `key`, the most similar first."""
+    keys = known_keys()
+    same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    group = key.partition(".")[0] + "."
+    in_group = difflib.get_close_matches(key, [known for known in keys if known.startswith(group)], n=3)
+    anywhere = difflib.get_close_matches(key, keys, n=3)
+    return list(dict.fromkeys([*same_name, *in_group, *anywhere]))[:3]
+
+
+def check_keys(cfg: DictConfig) -> None:
+    """Refuses unknown and missing keys and values out of range, wherever a schema says what is right.
+
+    Hydra itself refuses `model.bogus=1` but takes `+model.bogus=1`, also under a schema.
+
+    Raises:
+        ConfigError: for the first such key.
+    """
+    _walk(cfg, "")
+
+
+def _walk(node: DictConfig, prefix: str) -> None:
+    schema = OmegaConf.get_type(node)
+    fields: dict[str, Field] = getattr(schema, "__dataclass_fields__", {})
+    for name in node:
+        key = f"{prefix}{name}"
+        if OmegaConf.is_missing(node, name):
+            raise ConfigError(key, "???", "has no value", expected="a value", fix=f"{key}=<value>")
+        value = node[name]
+        # Old spellings are also refused in a user's own option, where any key is allowed.
+        if fields and name not in fields or key in RENAMED:
+            raise unknown_key(key, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
+        if isinstance(value, DictConfig):
+            _walk(value, f"{key}.")
+        elif name in fields:
+            _check_value(key, value, fields[str(name)].metadata)
+
+
+def _check_value(key: str, value: Any, limits: Any) -> None:
+    choices = limits.get("choices")
+    if choices and not any(value == choice and type(value) is type(choice) for choice in choices):
+        shown = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
+        raise ConfigError(
+            key, value, "not a choice", expected=f"one of {', '.join(shown)}", fix=f"{key}={shown[0]}"
+        )
+    if limits.get("auto"):
+        if value == "auto":
+            return
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(
+                key, value, "not an integer", expected="auto or an integer", fix=f"{key}=auto"
+            )
+    if isinstance(value, int | float):
+        _check_range(key, value, limits)
+
+
+def _check_range(key: str, value: float, limits: Any) -> None:
+    low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
+    too_low = (low is not None and value < low) or (above is not None and value <= above)
+    too_high = high is not None and value > high
+    if value == value and not too_low and not too_high:
+        return
+    bounds = [f">= {low}"] if low is not None else []
+    bounds += [f"> {above}"] if above is not None else []
+    bounds += [f"<= {high}"] if high is not None else []
+    example = "auto" if limits.get("auto") else low if low is not None else high if high is not None else 1
+    raise ConfigError(
+        key, value, "out of range", expected=f"a value {' and '.join(bounds)}", fix=f"{key}={example}"
+    )

@@ -1,0 +1,261 @@
+"""Shapes, types and limits of every config group. Values live in conf/.
+
+Stored under `schema/<group>/<name>`, which keeps them out of the lists of options a user sees. The fields of `Root`
+that are `Any` also take a user's own YAML, which has no schema here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+def key(
+    *, low: float | None = None, above: float | None = None, high: float | None = None, auto: bool = False
+) -> Any:
+    """A key whose value comes from YAML, with the limits that `keys.check_values` enforces."""
+    return field(default=MISSING, metadata={"low": low, "above": above, "high": high, "auto": auto})
+
+
+def one_of(*choices: object) -> Any:
+    """A key that takes one of a few values."""
+    return field(default=MISSING, metadata={"choices": choices})
+
+
+@dataclass
+class Model:
+    num_layers: int = key(low=1)
+    hidden_size: int = key(low=1)
+    num_heads: int = key(low=1)
+    num_kv_heads: int = key(low=1)
+    ffn_hidden_size: int = key(low=1)
+    moe_layers: Any = key()  # n: every n-th block; or a list of block indices, [] is a dense model
+    num_experts: int = key(low=1)
+    expert_hidden_size: int = key(low=1)
+    num_shared_experts: int = key(low=0)
+    dropout: float = key(low=0.0, high=1.0)
+    activation_checkpointing: bool = key()
+    rope_theta: float = key(above=0.0)
+    norm_eps: float = key(above=0.0)
+    init_std: float = key(low=0.0)
+
+
+@dataclass
+class Component:
+    _target_: str = MISSING
+
+
+@dataclass
+class SoftmaxRouter(Component):
+    top_k: int = key()  # its limit depends on the model: compatibility.py
+    normalize: bool | str = one_of("auto", True, False)
+
+
+@dataclass
+class AuxLoss(Component):
+    coefficient: float = key(low=0.0)
+    scope: str = one_of("sequence", "micro_batch", "global")
+
+
+@dataclass
+class ExpertBias(Component):
+    update_rate: float = key(low=0.0)
+
+
+@dataclass
+class Experts(Component):
+    alignment: int | str = key(low=1, auto=True)
+
+
+@dataclass
+class NoOverlap(Component):
+    enabled: bool = True
+
+
+@dataclass
+class Graph(Component):
+    lint: bool = False
+
+
+@dataclass
+class ThrottledLink(Component):
+    gbps: float = key(above=0.0)
+    latency_us: float = key(low=0.0)
+
+
+@dataclass
+class Replicate:
+    expert_parallel_size: int | str = key(auto=True)  # its limit depends on the world: compatibility.py
+    bucket_mb: float = key(above=0.0)
+    timeout_seconds: int = key(low=1)
+
+
+@dataclass
+class AdamW(Component):
+    lr: float = key(low=0.0)
+    betas: list[float] = key()
+    eps: float = key(above=0.0)
+    weight_decay: float = key(low=0.0)
+
+
+@dataclass
+class SGD(Component):
+    lr: float = key(low=0.0)
+    momentum: float = key(low=0.0)
+    weight_decay: float = key(low=0.0)
+
+
+@dataclass
+class Constant(Component):
+    warmup_steps: int = key(low=0)
+
+
+@dataclass
+class Cosine(Constant):
+    min_ratio: float = key(low=0.0, high=1.0)
+
+
+@dataclass
+class WSD(Cosine):
+    decay_fraction: float = key(low=0.0, high=1.0)
+
+
+@dataclass
+class PythonSource(Component):
+    cache_dir: str = key()
+    val_fraction: float = key(above=0.0, high=0.5)
+    seq_length: int = key(low=1)
+    global_batch_size: int = key(low=1)
+    micro_batch_size: int | str = key(low=1, auto=True)
+    shuffle: bool = key()
+
+
+@dataclass
+class Trainer:
+    accelerator: str = one_of("auto", "cpu", "gpu")
+    devices: int | str = key(low=1, auto=True)
+    num_nodes: int = key(low=1)
+    max_steps: int = key(low=1)
+    precision: str = one_of("32-true", "bf16-mixed", "bf16-true")
+    gradient_clip_val: float | None = key(above=0.0)
+    log_every_n_steps: int = key(low=1)
+    val_check_interval: int = key(low=1)
+    limit_val_batches: int = key(low=0)
+    threads_per_rank: int | str = key(low=1, auto=True)
+    pin_cpu: bool = key()
+
+
+@dataclass
+class Progress:
+    enabled: bool = key()
+
+
+@dataclass
+class Checkpoint:
+    every_n_steps: int = key(low=1)
+    keep_last: int = key(low=1)
+
+
+@dataclass
+class Callbacks:
+    progress: Progress = field(default_factory=Progress)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+@dataclass
+class Logger:
+    """Where metrics are mirrored beside metrics.jsonl. Without a `_target_`: nowhere."""
+
+
+@dataclass
+class CSVLogger(Logger):
+    _target_: str = MISSING
+
+
+@dataclass
+class WandbLogger(Logger):
+    _target_: str = MISSING
+    project: str = key()
+    group: str | None = key()
+    tags: list[str] = key()
+    offline: bool | str = one_of("auto", True, False)
+
+
+@dataclass
+class Paths:
+    log_dir: str = key()
+    cache_dir: str = key()
+
+
+@dataclass
+class Root:
+    """The whole config. Groups whose options users may write outside the repository are `Any`."""
+
+    name: str = key()
+    seed: int = key(low=0)
+    debug: bool = False
+    resume: str | None = None
+    trusted_targets: list[str] = field(default_factory=list)
+    model: Model = field(default_factory=Model)
+    router: Any = MISSING
+    balance: Any = MISSING
+    dispatcher: Any = MISSING
+    fusion: Any = MISSING
+    overlap: Any = MISSING
+    graph: Any = MISSING
+    link: Any = MISSING
+    strategy: Replicate = field(default_factory=Replicate)
+    optimizer: Any = MISSING
+    scheduler: Any = MISSING
+    data: Any = MISSING
+    trainer: Trainer = field(default_factory=Trainer)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    logger: Logger = field(default_factory=Logger)  # stays for `logger=null`
+    paths: Paths = field(default_factory=Paths)
+
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"transformer": Model},
+    "router": {"softmax": SoftmaxRouter},
+    "balance": {"aux_loss": AuxLoss, "bias": ExpertBias, "none": Component},
+    "dispatcher": {"local": Component, "alltoall": Component},
+    "fusion": {"loop": Experts, "grouped": Experts},
+    "overlap": {"none": NoOverlap},
+    "graph": {"none": Graph},
+    "link": {"native": Component, "throttled": ThrottledLink},
+    "strategy": {"replicate": Replicate},
+    "optimizer": {"adamw": AdamW, "sgd": SGD},
+    "scheduler": {"wsd": WSD, "cosine": Cosine, "constant": Constant},
+    "data": {"python_source": PythonSource},
+    "trainer": {"default": Trainer},
+    "callbacks": {"default": Callbacks},
+    "logger": {"none": Logger, "csv": CSVLogger, "wandb": WandbLogger},
+    "paths": {"default": Paths},
+}
+
+
+def register() -> None:
+    """Makes the schemas known to Hydra. May be called twice."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="root", node=Root)
+    for group, schemas in SCHEMAS.items():
+        for name, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=name, node=schema)
+
+
+def known_keys() -> list[str]:
+    """Returns every key of every shipped option, dotted, without duplicates."""
+    keys = dict.fromkeys(name for name in Root.__dataclass_fields__ if name not in SCHEMAS)
+    for group, schemas in SCHEMAS.items():
+        for schema in schemas.values():
+            keys.update(dict.fromkeys(_dotted(group, schema)))
+    return list(keys)
+
+
+def _dotted(prefix: str, schema: Any) -> list[str]:
+    keys = []
+    for name, item in schema.__dataclass_fields__.items():
+        inner = getattr(item.type, "__dataclass_fields__", None)
+        keys += _dotted(f"{prefix}.{name}", item.type) if inner else [f"{prefix}.{name}"]
+    return [key for key in keys if not key.endswith("_target_")]

@@ -1,0 +1,1 @@
+"""From a command line to running ranks. The parent process imports no torch."""

@@ -1,0 +1,175 @@
+"""What `train.py` does before and after Hydra: errors in one line, exit codes, and starting the ranks."""
+
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from sidestream.config import schema
+from sidestream.config.compatibility import Layout, check
+from sidestream.config.errors import ConfigError
+from sidestream.config.help import help_text
+from sidestream.config.hydra_errors import USER_ERRORS, explain
+from sidestream.launch import arguments, failures, resume, torchrun
+from sidestream.launch.processes import die_with_parent
+from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch.stopping import SECONDS_TO_STOP
+from sidestream.launch.supervisor import rank_environment, supervise
+from sidestream.launch.worker import RankEnv, run_rank
+from sidestream.tracking.folder import write_text_atomic
+
+_typed: list[str] = []  # the arguments before `resume=` was expanded
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Runs a function decorated with `@hydra.main` and ends the process with the documented exit code."""
+    die_with_parent(signal.SIGTERM)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints and exits before we can explain
+    register()
+    if torchrun.follows():
+        sys.exit(torchrun.follow())
+    _typed[:] = sys.argv[1:]
+    try:
+        sys.argv[1:] = resume.rewrite(_without_null(_typed))
+        main()
+    except USER_ERRORS as error:
+        _refuse(error)
+    finally:
+        torchrun.release()
+    sys.exit(0)
+
+
+def register() -> None:
+    """Makes schemas and resolvers known; `conf/` cannot be composed without. May be called twice."""
+    schema.register()
+    OmegaConf.register_new_resolver("help_text", help_text, replace=True)
+    OmegaConf.register_new_resolver("job_label", arguments.job_label, replace=True)
+
+
+def _without_null(argv: list[str]) -> list[str]:
+    """Hydra takes no null for a group; for these two it has a plain meaning."""
+    return ["logger=none" if part == "logger=null" else part for part in argv if part != "experiment=null"]
+
+
+def _refuse(error: Exception) -> NoReturn:
+    if "debug=true" in sys.argv:
+        traceback.print_exception(error)
+    _, overrides = arguments.split(sys.argv[1:])
+    print(f"error: {explain(error, overrides)}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class BeforeRun(Callback):
+    """Checks the config before Hydra makes a folder or writes a file."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Hydra turns an exception of a callback into a warning, but lets SystemExit pass.
+        try:
+            self._check(config)
+        except USER_ERRORS as error:
+            _refuse(error)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+
+    def _check(self, config: DictConfig) -> None:
+        folder = Path(config.hydra.run.dir).absolute()
+        with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+            config.hydra.runtime.output_dir = str(folder)
+        HydraConfig.instance().set_config(config)  # for ${hydra:...} in a user's option
+        cfg = config.copy()
+        with read_write(cfg), open_dict(cfg):
+            del cfg["hydra"]
+        layout = check(cfg, **torchrun.world())
+        if cfg.resume is None:
+            _claim(folder)
+        elif Path(cfg.resume).absolute() != folder:
+            why = "only the command line can resume a run"
+            raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
+        else:
+            lines = resume.check_changes(folder, new=_resolve(cfg), layout=layout)
+            print(*lines, sep="\n" if lines else "", end="\n" if lines else "", flush=True)
+
+
+def _claim(folder: Path) -> None:
+    """Takes a folder for a new run, so that no second run writes into it."""
+    expected, fix = "a new or empty folder", "resume=<folder> to go on with the run in it"
+    found = {path.name for path in folder.iterdir()} - {"stdout.log"} if folder.is_dir() else set()
+    try:
+        if not found:
+            # mkdir succeeds for one of two runs that try at once; Hydra fills this folder.
+            (folder / ".hydra").mkdir(parents=True)
+            return
+    except FileExistsError:
+        pass
+    raise ConfigError("hydra.run.dir", folder, "another run wrote in this folder", expected=expected, fix=fix)
+
+
+def start(cfg: DictConfig) -> None:
+    """Starts the ranks of a composed config and waits for them; exits the process unless the run finished.
+
+    Raises:
+        ConfigError: see `compatibility.check`.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    layout = check(cfg, **torchrun.world())
+    resolved = OmegaConf.create(_resolve(cfg))
+    if cfg.resume is not None:
+        resume.keep_previous(folder)
+    write_text_atomic(folder / RESOLVED, OmegaConf.to_yaml(resolved))
+    choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}
+    if choices.get("experiment") == "none":
+        del choices["experiment"]
+    Launch(
+        command=shlex.join(["python", os.path.relpath(sys.argv[0]), *_typed]),
+        overrides=[part for part in hydra.overrides.task if arguments.key_of(part) != "resume"],
+        flags=arguments.config_flags(sys.argv[1:]),
+        choices=choices,
+        layout=layout,
+    ).save(folder)
+    failures.clear(folder)
+    print(f"run folder: {os.path.relpath(folder)}", flush=True)
+    if torchrun.active():
+        code = torchrun.lead(resolved, layout=layout, folder=folder)
+    elif layout.world_size > 1:
+        code = supervise(folder, layout=layout, debug=cfg.debug)
+    else:
+        code = run_here(resolved, layout=layout, folder=folder)
+    if code:
+        sys.exit(code)
+
+
+def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
+    """Runs a run of one rank in this process and returns its exit code."""
+    sys.path.append(os.getcwd())  # as for started ranks: the user's package may lie here
+    with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
+        os.environ.update(rank_environment(layout, rank=0, store=Path(scratch) / "store"))
+        env = RankEnv.from_environ()
+        code = run_rank(cfg, layout=layout, folder=folder, env=env, hard_stop=SECONDS_TO_STOP)
+    if code in (1, 2):
+        failures.report(folder, failures.cause(failures.recorded(folder)), world_size=1, debug=cfg.debug)
+    return code
+
+
+def _resolve(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the config with every interpolation evaluated and `~` expanded: the only time this happens."""
+    resolved = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(resolved, dict)
+    for group in ("paths", "data"):
+        for name, value in resolved[group].items():
+            if isinstance(value, str) and value.startswith("~"):
+                resolved[group][name] = str(Path(value).expanduser())
+    return resolved  # type: ignore[return-value]
+
+
+__all__ = ["BeforeRun", "register", "run", "run_here", "start"]

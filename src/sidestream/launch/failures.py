@@ -1,0 +1,111 @@
+"""Which rank's error is the cause, and telling the user. Each failing rank leaves `<run>/failures/rankN.json`."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sidestream.config.errors import ConfigError
+from sidestream.launch.record import LAUNCH, Launch
+from sidestream.tracking.folder import RunFolder, write_json_atomic
+from sidestream.tracking.result import Status, minimal_failed_result
+
+# What the other ranks see when one goes away: true, but not the cause.
+_FOLLOW_UP = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out|recvvalue failed|failed to recv"
+    r"|remote process (has )?(exited|terminated)|no route to host|connectFullMesh|NCCL communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of one rank.
+
+    Attributes:
+        time: Seconds since the epoch at which it was noticed.
+        error: One line.
+        traceback: Text, empty for a rank that could not write one.
+        config: The cause is the configuration.
+    """
+
+    rank: int
+    time: float
+    error: str
+    traceback: str = ""
+    config: bool = False
+
+    @property
+    def follows_another(self) -> bool:
+        return bool(_FOLLOW_UP.search(self.error)) and not self.config
+
+
+def clear(folder: Path) -> None:
+    """Forgets the failures of an earlier start in the same folder."""
+    shutil.rmtree(folder / "failures", ignore_errors=True)
+
+
+def record(folder: Path, *, rank: int, error: BaseException) -> Failure:
+    """Leaves the error of this rank where the starting process finds it."""
+    config = isinstance(error, ConfigError)
+    line = str(error) if config else traceback.format_exception_only(error)[-1].strip()
+    text = "".join(traceback.format_exception(error))
+    failure = Failure(rank, time.time(), " ".join(line.split()), text, config)
+    with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
+        log.write(text)
+    (folder / "failures").mkdir(parents=True, exist_ok=True)
+    write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
+    return failure
+
+
+def died(folder: Path, *, rank: int, returncode: int) -> Failure:
+    """Describes a rank that ended without recording why."""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = " (often: out of memory)" if -returncode == signal.SIGKILL else ""
+        error = f"killed by {name}{hint}"
+    else:
+        error = f"ended with exit code {returncode} and no traceback"
+    return Failure(rank, time.time(), f"{error}; see {folder / f'rank{rank}.log'}")
+
+
+def recorded(folder: Path) -> list[Failure]:
+    """Returns what the ranks have recorded."""
+    files = sorted((folder / "failures").glob("rank*.json"))
+    return [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def cause(failures: list[Failure]) -> Failure:
+    """Returns the earliest failure, of those that are no consequence of another rank's if there are any."""
+    return min(failures, key=lambda failure: (failure.follows_another, failure.time))
+
+
+def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = False) -> int:
+    """Shows a failure on stderr, writes result.json and returns the exit code."""
+    if failure.traceback and (debug or not failure.config):
+        where = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the run"
+        print(f"{where} failed:\n{failure.traceback}", file=sys.stderr)
+    prefix = "" if failure.config or world_size == 1 else f"rank {failure.rank}: "
+    print(f"error: {prefix}{failure.error}", file=sys.stderr, flush=True)
+    write_result(folder, error=f"{prefix}{failure.error}", status="failed")
+    return 2 if failure.config else 1
+
+
+def write_result(folder: Path, *, error: str, status: Status) -> None:
+    """Completes result.json for a run that could not do so itself."""
+    launch = Launch.load(folder) if (folder / LAUNCH).exists() else None
+    run = RunFolder(folder)
+    result = minimal_failed_result(
+        run.read_result(),
+        error=error,
+        status=status,
+        command=launch.command if launch else None,
+        choices=launch.choices if launch else None,
+        world_size=launch.layout.world_size if launch else None,
+    )
+    run.write_result(result)

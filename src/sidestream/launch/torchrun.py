@@ -1,0 +1,105 @@
+"""Started by torchrun: rank 0 runs Hydra and tells the others, who never do.
+
+Were every rank to run Hydra, each would evaluate `${now:}` for itself and write a folder of its own.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.compatibility import Layout
+from sidestream.launch import failures
+from sidestream.launch.worker import RankEnv, run_rank
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_KEY = "sidestream/launch"
+_TIMEOUT = timedelta(seconds=120)  # rank 0 composes the config meanwhile, from a slow disk at worst
+_SECONDS_FOR_CAUSE = 1.0
+
+store: "Store | None" = None  # for init_process_group; kept alive, rank 0 may be its server
+_published = False
+
+
+def active() -> bool:
+    """Whether this process was started by torchrun or something that sets the same variables."""
+    return all(name in os.environ for name in _VARIABLES)
+
+
+def follows() -> bool:
+    """Whether this process waits for the config of rank 0."""
+    return active() and int(os.environ["RANK"]) > 0
+
+
+def world() -> dict[str, int]:
+    """Returns the arguments of `compatibility.check` that torchrun has decided."""
+    if not active():
+        return {}
+    return {
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "local_world_size": int(os.environ["LOCAL_WORLD_SIZE"]),
+    }
+
+
+def follow() -> int:
+    """Waits for rank 0's config and trains; returns the exit code. 0 if rank 0 has nothing to train."""
+    message = json.loads(_meet().get(_KEY))
+    _meet().set(f"{_KEY}/read/{os.environ['RANK']}", "1")
+    if not message:
+        return 0
+    cfg = OmegaConf.create(message["config"])
+    return _train(cfg, layout=Layout(**message["layout"]), folder=Path(message["folder"]))
+
+
+def lead(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
+    """Gives the resolved config to all ranks and trains as rank 0; returns the exit code."""
+    _publish({"config": OmegaConf.to_yaml(cfg), "layout": asdict(layout), "folder": str(folder)})
+    return _train(cfg, layout=layout, folder=folder)
+
+
+def release() -> None:
+    """Lets the other ranks go if rank 0 ends without a config to train: `--help`, or an error."""
+    if active() and not follows() and not _published:
+        _publish({})
+
+
+def _publish(message: dict) -> None:
+    global _published
+    _published = True
+    _meet().set(_KEY, json.dumps(message))
+    if not message:  # without torchrun's agent this process is the server: leave after the last reader
+        others = [f"{_KEY}/read/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
+        if others:
+            _meet().wait(others, _TIMEOUT)
+
+
+def _meet() -> "Store":
+    global store
+    if store is None:
+        from torch.distributed import rendezvous
+
+        store, _, _ = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
+    return store
+
+
+def _train(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
+    env = RankEnv.from_environ("env://")
+    folder.mkdir(parents=True, exist_ok=True)  # on another machine
+    code = run_rank(cfg, layout=layout, folder=folder, env=env)
+    if code in (1, 2):
+        time.sleep(_SECONDS_FOR_CAUSE)  # the rank that caused it may be a moment later
+        cause = failures.cause(failures.recorded(folder))
+        if cause.rank == env.rank:
+            failures.report(folder, cause, world_size=env.world_size, debug=cfg.debug)
+    return code
+
+
+__all__ = ["active", "follow", "follows", "lead", "release", "store", "world"]

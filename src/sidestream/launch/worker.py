@@ -1,0 +1,119 @@
+"""One rank: `python -m sidestream.launch.worker --folder <run>`, or `run_rank` in a process that exists already."""
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.compatibility import Layout
+from sidestream.config.errors import ConfigError
+from sidestream.launch import failures, stopping
+from sidestream.launch.processes import die_with_parent
+from sidestream.launch.record import RESOLVED, Launch
+
+STORE = "SIDESTREAM_STORE"
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """Who this rank is and where it meets the others.
+
+    Attributes:
+        store: `file:///...` (a file that all ranks of one machine share) or `env://` (torchrun).
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    store: str
+
+    @classmethod
+    def from_environ(cls, store: str | None = None) -> "RankEnv":
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return cls(*(int(os.environ[name]) for name in names), store or os.environ[STORE])
+
+
+def run_rank(
+    cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv, hard_stop: float | None = None
+) -> int:
+    """Trains as one rank of the run and returns its exit code; an error is recorded, not raised.
+
+    Args:
+        cfg: The resolved config.
+        folder: The run folder.
+        hard_stop: See `stopping.install`.
+
+    Returns:
+        0 finished, 2 wrong configuration, 1 failed, 143 or 130 stopped by SIGTERM or SIGINT.
+    """
+    stopping.install(hard_stop=hard_stop)
+    _configure_logging(folder, env)
+    _use_cores(cfg.trainer, env)
+    try:
+        from sidestream.run import train
+
+        result = train(cfg, layout=layout, folder=folder, env=env)
+    except Exception as error:
+        failures.record(folder, rank=env.rank, error=error)
+        return 2 if isinstance(error, ConfigError) else 1
+    if result["status"] == "interrupted":
+        return 128 + (stopping.requested() or signal.SIGTERM)
+    return 0
+
+
+def _configure_logging(folder: Path, env: RankEnv) -> None:
+    handlers: list[logging.Handler] = []
+    log = folder / f"rank{env.rank}.log"
+    # A started rank other than 0 has this file as its stdout.
+    if env.rank == 0 or env.store == "env://":
+        handlers.append(logging.FileHandler(log, encoding="utf-8"))
+    if env.rank == 0 or env.store != "env://":
+        handlers.append(logging.StreamHandler(sys.stdout))
+    form = f"[%(asctime)s][rank {env.rank}][%(name)s][%(levelname)s] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
+    if hasattr(signal, "SIGUSR1"):  # the supervisor asks a rank that hangs where it is
+        faulthandler.register(signal.SIGUSR1, file=log.open("a"), all_threads=True)
+
+
+def _use_cores(trainer: DictConfig, env: RankEnv) -> None:
+    """Gives this rank its share of the cores. Called before torch is imported: OpenMP looks once."""
+    cores = available_cores()
+    share = len(cores) // env.local_world_size
+    threads = max(1, share) if trainer.threads_per_rank == "auto" else trainer.threads_per_rank
+    if trainer.threads_per_rank != "auto" or "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch
+
+        torch.set_num_threads(threads)
+    if trainer.pin_cpu and hasattr(os, "sched_setaffinity") and threads <= share:
+        os.sched_setaffinity(0, cores[env.local_rank * share : (env.local_rank + 1) * share])
+
+
+def available_cores() -> list[int]:
+    """Returns the numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def main() -> None:
+    die_with_parent(signal.SIGKILL)
+    stopping.install()  # a request that comes while torch is imported is not lost
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    folder = parser.parse_args().folder
+    cfg = OmegaConf.load(folder / RESOLVED)
+    assert isinstance(cfg, DictConfig)
+    layout = Launch.load(folder).layout
+    sys.exit(run_rank(cfg, layout=layout, folder=folder, env=RankEnv.from_environ()))
+
+
+if __name__ == "__main__":
+    main()

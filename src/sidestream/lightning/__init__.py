@@ -1,0 +1,1 @@
+"""The only folder that imports Lightning: module, strategy, data module, callbacks, loggers."""

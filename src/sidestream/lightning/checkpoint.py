@@ -1,0 +1,51 @@
+"""When checkpoints are written, where, and which are kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first. Half-written ones have another name."""
+    found = [p for p in (run_folder / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Committed steps of a checkpoint folder."""
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"checkpoint={checkpoint}: expected a folder named step-<number>")
+    return int(match.group(1))
+
+
+class SaveCheckpoints(Callback):
+    """Saves every n steps, after the last step, and when the run was asked to stop.
+
+    Args:
+        run_folder: The run.
+        every_n_steps: Steps between checkpoints.
+        keep_last: Older ones are deleted.
+    """
+
+    def __init__(self, *, run_folder: Path, every_n_steps: int, keep_last: int) -> None:
+        self.run_folder, self.every_n_steps, self.keep_last = run_folder, every_n_steps, keep_last
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 or step == trainer.max_steps or pl_module.stopping:
+            trainer.save_checkpoint(self.run_folder / FOLDER / f"step-{step:08d}")
+            if trainer.is_global_zero:
+                for old in checkpoints(self.run_folder)[: -self.keep_last]:
+                    # Out of sight first: a kill while deleting must not leave a checkpoint with holes.
+                    doomed = old.with_name(f".{old.name}.old")
+                    old.rename(doomed)
+                    shutil.rmtree(doomed)

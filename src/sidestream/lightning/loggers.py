@@ -1,0 +1,245 @@
+"""Builds the loggers of a run from `cfg.logger`, one per option of the Hydra group `logger`.
+
+An option's `_target_` names a function `(context: LoggerContext, **options) -> Logger`; `logger=none` has no
+`_target_`. The function is called on rank 0 only; the other ranks get a `SilentLogger` in its place. Loggers
+mirror metrics.jsonl, which is written without them too (names in `sidestream.tracking.names`).
+"""
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.utils import instantiate
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.errors import ConfigError
+from sidestream.tracking import names
+from sidestream.tracking.folder import write_text_atomic
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerContext:
+    """What a logger may want to know about the run.
+
+    Attributes:
+        folder: the run folder.
+        config: the resolved config in plain Python.
+        choices: Hydra group -> option.
+        identity: flat keys to group runs by, e.g. `world_size`, `expert_parallel_size`, `commit`.
+        job_type: `train`, `bench`, `eval` or `profile`.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    choices: dict[str, str]
+    identity: dict[str, Any]
+    job_type: str
+
+
+def build_loggers(
+    logger_cfg: DictConfig | None,
+    *,
+    folder: Path,
+    cfg: DictConfig,
+    choices: Mapping[str, str],
+    identity: Mapping[str, Any],
+    rank: int,
+    job_type: str = "train",
+) -> list[Logger]:
+    """Builds what `Trainer(logger=...)` takes; an empty list for `logger=none` and `logger=null`.
+
+    Args:
+        logger_cfg: the node `cfg.logger`.
+        cfg: the whole config, resolved here.
+        rank: global rank; only rank 0 writes.
+
+    Raises:
+        ConfigError: the option needs a package that is not installed.
+    """
+    if logger_cfg is None or "_target_" not in logger_cfg:
+        return []
+    if rank > 0:
+        return [SilentLogger()]
+    config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    context = LoggerContext(
+        folder=Path(folder),
+        config=config,
+        choices=dict(choices),
+        identity=dict(identity),
+        job_type=job_type,
+    )
+    # Partial: an argument given to `instantiate` itself would be turned into a config first.
+    build = instantiate(logger_cfg, _partial_=True, _convert_="all")
+    return [build(context)]
+
+
+def finish_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
+    """Writes out and closes every logger; belongs in a `finally`. Calling it again does nothing.
+
+    Lightning never closes a wandb run, and the next run of the process would then be logged into it.
+    """
+    for logger in loggers:
+        logger.finalize("success" if exit_code == 0 else "failed")
+        if isinstance(logger, ClosingWandbLogger):
+            logger.close(exit_code)
+
+
+def csv_logger(context: LoggerContext) -> CSVLogger:
+    """`logger=csv`: `<run>/csv/version_N/metrics.csv`, a new N for each resume."""
+    # Lightning tests `(step + 1) % n`, which a multiple of log_every_n_steps may never fulfil for n > 1.
+    return CSVLogger(context.folder, name="csv", flush_logs_every_n_steps=1)
+
+
+def wandb_logger(
+    context: LoggerContext, *, project: str, group: str | None, tags: list[str], offline: bool | str
+) -> Logger:
+    """`logger=wandb`: one wandb run per run folder, continued by a resume.
+
+    Args:
+        group: null takes the name of the sweep folder, or else the experiment.
+        tags: added to those made of the choices.
+        offline: `auto` is offline when there is no API key; it leaves a WANDB_MODE that is set alone.
+    """
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise ConfigError(
+            "logger",
+            "wandb",
+            "wandb is not installed",
+            expected="an installed wandb",
+            fix="run pip install 'wandb>=0.31,<0.32' or set logger=csv",
+        ) from None
+    clash = context.config.keys() & {"choices", *context.identity}
+    assert not clash, f"identity would hide config keys {sorted(clash)}"
+    experiment = context.choices.get("experiment")
+    run_id = _wandb_id(context.folder)
+    run = wandb.init(
+        project=project,
+        id=run_id,
+        resume="allow",
+        name=_run_name(context),
+        group=group or _sweep_name(context.folder) or experiment,
+        job_type=context.job_type,
+        tags=[*_choice_tags(context.choices), *tags],
+        config={**context.config, "choices": context.choices, **context.identity},
+        dir=str(context.folder),
+        # An argument and not WANDB_MODE: the environment would reach later runs of this process and children.
+        mode=_mode(offline, wandb.setup().settings),
+        # Without it wandb returns a run that an earlier job of this process left open.
+        reinit="finish_previous",
+        # Capturing the console would copy every redraw of the progress bar.
+        settings=wandb.Settings(console="off"),
+    )
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    run.define_metric("perf/*", step_metric=names.TOKENS)
+    run.define_metric(names.TOKENS_PER_SECOND, step_metric=names.TOKENS, summary="mean")
+    run.define_metric(names.VAL_LOSS, step_metric="trainer/global_step", step_sync=True, summary="min")
+    return ClosingWandbLogger(project=project, id=run_id, save_dir=context.folder, experiment=run)
+
+
+class ClosingWandbLogger(WandbLogger):
+    """A WandbLogger whose run can be closed."""
+
+    _closed = False
+
+    def close(self, exit_code: int) -> None:
+        """Closes the run once."""
+        if not self._closed:
+            self._closed = True
+            self.experiment.finish(exit_code=exit_code)
+
+
+class SilentLogger(Logger):
+    """The logger of ranks above 0. `logger.experiment` accepts whatever the real one may be asked to do.
+
+    Lightning's own stand-in fails on `logger.experiment.config.update(...)` (pytorch-lightning#13166).
+    """
+
+    @property
+    def name(self) -> str:
+        return "silent"
+
+    @property
+    def version(self) -> str:
+        return "silent"
+
+    @property
+    def experiment(self) -> "_Anything":
+        return _Anything()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Anything:
+    """Every attribute, item and call gives it again."""
+
+    def __getattr__(self, name: str) -> "_Anything":
+        if name.startswith("__"):  # copy, pickle and inspect ask for protocols that it does not have
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Anything":
+        return self
+
+    def __getitem__(self, key: Any) -> "_Anything":
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def _wandb_id(folder: Path) -> str:
+    """The id of the folder's wandb run. Random: a hash of the path would revive a deleted folder's run."""
+    path = folder / "wandb_id"
+    if not path.exists():
+        write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _run_name(context: LoggerContext) -> str:
+    """`<experiment>-<overrides>`, at most the 128 characters that wandb allows."""
+    path = context.folder / ".hydra" / "overrides.yaml"
+    overrides = [str(item) for item in OmegaConf.load(path)] if path.exists() else []
+    kept = [item for item in overrides if not item.startswith(("experiment=", "logger"))]
+    experiment = context.choices.get("experiment") or context.config.get("name") or "run"
+    return f"{experiment}-{','.join(kept) or context.folder.name}"[:128]
+
+
+def _sweep_name(folder: Path) -> str | None:
+    """The name of the sweep a folder belongs to: Hydra writes multirun.yaml beside its jobs."""
+    sweep = folder.resolve().parent
+    return sweep.name if (sweep / "multirun.yaml").exists() else None
+
+
+def _choice_tags(choices: Mapping[str, str]) -> list[str]:
+    """`group:option` for every choice of ours, within the 64 characters of a wandb tag."""
+    return [f"{g}:{o}"[:64] for g, o in choices.items() if o and not g.startswith("hydra/")]
+
+
+def _mode(offline: bool | str, settings: Any) -> Literal["online", "offline"] | None:
+    """The `mode` of wandb.init; None leaves the decision to WANDB_MODE."""
+    if offline != "auto":
+        return "offline" if offline else "online"
+    if os.environ.get("WANDB_MODE"):
+        return None
+    return "online" if _has_credentials(settings) else "offline"
+
+
+def _has_credentials(settings: Any) -> bool:
+    """Whether wandb would find a key without asking: environment and settings files, then netrc."""
+    # Private, but `wandb.login(prompt=False)` asks the server; which hosts of netrc count changes with wandb.
+    from wandb.sdk.lib.wbauth import read_netrc_auth
+
+    return bool(settings.api_key or settings.identity_token_file or read_netrc_auth(host=settings.base_url))

@@ -1,0 +1,205 @@
+"""The LightningModule: what happens at each step of `trainer.fit`, in the order in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from sidestream.data.loaders import StatefulLoader
+from sidestream.lightning.recorder import Recorder
+from sidestream.lightning.strategy import ExpertParallelStrategy
+from sidestream.model.initialize import seed_of
+from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.mesh import Parallel
+
+CHECKPOINT_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train, in plain values.
+
+    Attributes:
+        seed: Of everything random but the initial weights' values, which have it by name.
+        global_batch_size: Sequences per step over all ranks.
+        micro_batch_size: Sequences per rank and micro-batch.
+        seq_length: Tokens per sequence.
+        max_norm: Gradient clipping; None is off.
+        autocast: bf16 autocast of the forward pass.
+        data_checksum: Of the corpus.
+        changes_model: The schedule computes another function than `overlap=none`.
+    """
+
+    seed: int
+    global_batch_size: int
+    micro_batch_size: int
+    seq_length: int
+    max_norm: float | None
+    autocast: bool
+    data_checksum: str
+    changes_model: bool
+
+
+class SidestreamModule(LightningModule):
+    """Trains a `MoETransformer` by steps of attempt, check, commit.
+
+    Args:
+        build_model: Builds this rank's part, given the groups. Collective.
+        build_optimizer: From the model.
+        factor: Step -> factor of the learning rate.
+        recipe: Sizes and switches.
+        recorder: Where numbers go.
+        stop_requested: True once this process was asked to stop.
+        train_loader: Told how many steps are committed.
+    """
+
+    # One step is one attempt over all micro-batches: forward, backward and reduction belong together.
+    automatic_optimization = False
+
+    def __init__(
+        self,
+        *,
+        build_model: Callable[[Parallel], MoETransformer],
+        build_optimizer: Callable[[MoETransformer], Optimizer],
+        factor: Callable[[int], float],
+        recipe: Recipe,
+        recorder: Recorder,
+        stop_requested: Callable[[], bool],
+        train_loader: StatefulLoader | None,
+    ) -> None:
+        super().__init__()
+        self._build_model, self._build_optimizer, self._factor = build_model, build_optimizer, factor
+        self.recipe, self.recorder, self._stop_requested = recipe, recorder, stop_requested
+        self._train_loader = train_loader
+        self.stopping = False
+        self._restored: dict[str, Any] | None = None
+        self._val: Tensor | None = None
+
+    @property
+    def parallel_strategy(self) -> ExpertParallelStrategy:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        return strategy
+
+    @override
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):  # called again by every trainer function
+            self.model = self._build_model(self.parallel_strategy.parallel)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = self._build_optimizer(self.model)
+        # A plain function: LambdaLR would save the attributes of an object, and a resumed run its old max_steps.
+        scheduler = LambdaLR(optimizer, lambda step: self._factor(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def on_train_start(self) -> None:
+        recipe = self.recipe
+        self.parallel_strategy.begin_training(
+            self.model,
+            global_batch_size=recipe.global_batch_size,
+            micro_batch_size=recipe.micro_batch_size,
+            autocast=recipe.autocast,
+            data_checksum=recipe.data_checksum,
+        )
+        self._seed_rank()
+        self.recorder.begin(step=self.global_step)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        """One optimizer step. `batch` is `[B, S + 1]` int64, this rank's share of the global batch."""
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        lr = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        self.recorder.start_step()
+        report, norm = self.parallel_strategy.run_step(
+            batch,
+            optimizer_step=optimizer.step,  # type: ignore[union-attr]
+            max_norm=self.recipe.max_norm,
+            stop_requested=self._stop_requested,
+        )
+        scheduler.step()  # type: ignore[union-attr, call-arg]
+        if self._train_loader is not None:
+            self._train_loader.commit(self.global_step)
+        self.recorder.end_step(self.global_step, report, norm, lr=lr)
+        if report.stop:
+            self.stopping = True
+            self.trainer.should_stop = True
+
+    @override
+    def on_validation_start(self) -> None:
+        self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Add the loss of `[B, S + 1]` int64 to the sums."""
+        assert self._val is not None
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.autocast):
+            nll = self.model.loss_sums(batch).nll
+        self._val += torch.stack([nll.double(), torch.tensor(float(batch[:, 1:].numel()), device=nll.device)])
+
+    @override
+    def on_validation_end(self) -> None:
+        assert self._val is not None
+        if self.trainer.world_size > 1:
+            dist.all_reduce(self._val, group=self.parallel_strategy.parallel.control)
+        nll, tokens = self._val.tolist()
+        self.recorder.validation(self.global_step, nll / tokens)
+
+    @override
+    def on_train_end(self) -> None:
+        """Validate once more if the last step was not a validation step."""
+        loader = self.trainer.val_dataloaders
+        if self.stopping or loader is None or self.recorder.last_validation == self.global_step:
+            return
+        self.eval()
+        with torch.no_grad():
+            self.on_validation_start()
+            for index, batch in enumerate(loader):
+                self.validation_step(batch.to(self.device), index)
+            self.on_validation_end()
+        self.train()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what is needed to go on bit-identically. Plain types and tensors only: loads with weights_only."""
+        states: list[Any] = [None] * self.trainer.world_size
+        dist.all_gather_object(states, torch.get_rng_state(), group=self.parallel_strategy.parallel.control)
+        checkpoint["sidestream"] = {
+            "format": CHECKPOINT_FORMAT,
+            "step": self.global_step,
+            "tokens": self.global_step * self.recipe.global_batch_size * self.recipe.seq_length,
+            "rng": states,
+            "seed": self.recipe.seed,
+            "data_checksum": self.recipe.data_checksum,
+            "world_size": self.trainer.world_size,
+            "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
+            "changes_model": self.recipe.changes_model,
+        }
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint["sidestream"]
+        if saved["format"] != CHECKPOINT_FORMAT:
+            raise ValueError(f"checkpoint format {saved['format']}: expected {CHECKPOINT_FORMAT}")
+        if saved["data_checksum"] != self.recipe.data_checksum:
+            raise ValueError(
+                f"data: the checkpoint was trained on a corpus with checksum {saved['data_checksum'][:12]}, this one "
+                f"has {self.recipe.data_checksum[:12]}; use the interpreter or files of the original run"
+            )
+        self._restored = saved
+
+    def _seed_rank(self) -> None:
+        """Give this rank its random numbers: those of the checkpoint, or fresh ones that no other rank has."""
+        rank, saved = self.trainer.global_rank, self._restored
+        if saved is not None and saved["world_size"] == self.trainer.world_size:
+            torch.set_rng_state(saved["rng"][rank])
+        else:
+            torch.manual_seed(seed_of(self.recipe.seed, "rank", rank, self.global_step))

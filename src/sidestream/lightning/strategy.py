@@ -1,0 +1,210 @@
+"""`strategy=replicate`: groups, gradient reduction, the step, checkpoints.
+
+    setup_environment   process group with a time-out, meshes                       (every group is made here)
+    begin_training      gradients become views of flat storage; ranks compare their copies
+    run_step            attempt, check, commit
+    save_checkpoint     shards beside, fsync, rename
+    teardown            hooks, dispatcher, then the groups, in this order
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from sidestream.launch.worker import RankEnv
+from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.agree import check_equal, check_replicas
+from sidestream.parallel.mesh import Parallel, build_parallel
+from sidestream.parallel.replicate import Replicate
+from sidestream.parallel.step import StepReport, TrainingStep
+
+log = logging.getLogger(__name__)
+
+
+class ExpertParallelStrategy(ModelParallelStrategy):
+    """Data and expert parallelism over one world.
+
+    Args:
+        env: This rank; its store is where ranks meet.
+        expert_parallel_size: Ranks that share one copy of all experts.
+        bucket_mb: Size of a gradient bucket, MiB.
+        timeout_seconds: Time-out of every group; a rank that waits longer raises.
+        graph: How an attempt is run.
+    """
+
+    def __init__(
+        self,
+        *,
+        env: RankEnv,
+        expert_parallel_size: int,
+        bucket_mb: float,
+        timeout_seconds: int,
+        graph: Any,
+        store: dist.Store | None = None,
+    ) -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        super().__init__(data_parallel_size=1, tensor_parallel_size=1, timeout=timeout)
+        self.env, self.graph = env, graph
+        self.expert_parallel_size, self.bucket_mb, self.group_timeout = (
+            expert_parallel_size,
+            bucket_mb,
+            timeout,
+        )
+        self._given_store = store
+        self._parallel: Parallel | None = None
+        self._step: TrainingStep | None = None
+
+    @property
+    def parallel(self) -> Parallel:
+        """The live groups."""
+        assert self._parallel is not None, "before setup_environment"
+        return self._parallel
+
+    @override
+    def setup_environment(self) -> None:
+        # Not the parent's: it builds a mesh of its own and insists on data x tensor parallel = world.
+        ParallelStrategy.setup_environment(self)
+        self.set_world_ranks()
+        join_world(self.env, self.root_device, timeout=self.group_timeout, store=self._given_store)
+        self._parallel = build_parallel(
+            expert_parallel_size=self.expert_parallel_size,
+            device_type=self.root_device.type,
+            timeout=self.group_timeout,
+        )
+        self._device_mesh = self._parallel.dense
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Every rank reads its own data, also the ranks of one expert-parallel group.
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def begin_training(
+        self,
+        model: MoETransformer,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        autocast: bool,
+        data_checksum: str,
+    ) -> None:
+        """Prepare the step. After a checkpoint was restored: loading needs gradients that are still None.
+
+        Raises:
+            RuntimeError: Ranks hold different weights or different data.
+        """
+        check_replicas(model, self.parallel)
+        check_equal("data checksum", data_checksum, self.parallel)
+        self._step = TrainingStep(
+            model,
+            parallel=self.parallel,
+            replicate=Replicate(model, self.parallel, bucket_mb=self.bucket_mb),
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            autocast=autocast,
+        )
+
+    def run_step(
+        self,
+        sequences: Tensor,
+        *,
+        optimizer_step: Callable[[], object],
+        max_norm: float | None,
+        stop_requested: Callable[[], bool],
+    ) -> tuple[StepReport, Tensor]:
+        """One step on the local sequences `[B, S + 1]`: attempt, check, commit.
+
+        Returns:
+            The report, and the gradient norm before clipping (fp32, on the device).
+        """
+        step = self._step
+        assert step is not None, "begin_training first"
+        self.graph.run(lambda: step.attempt(sequences))
+        tokens = step.global_batch_size * (sequences.shape[1] - 1)
+        report = step.check(tokens=tokens, stop_requested=stop_requested())
+        return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint folder: aside, synced, renamed. A kill never leaves it half written. Collective."""
+        final = Path(filepath)
+        partial = final.with_name(f".{final.name}.partial")
+        if self.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.barrier()
+        super().save_checkpoint(checkpoint, partial, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            _sync_tree(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            _sync(final.parent)
+        self.barrier()
+
+    @override
+    def teardown(self) -> None:
+        # Order matters: hooks hold gradients, the dispatcher holds a group, groups hold threads.
+        if self._step is not None:
+            self._step.replicate.close()
+            self._step = None
+        super().teardown()
+
+    def leave_world(self) -> None:
+        """Destroy all groups. After the last use of the model; collective where a barrier is needed to end clean."""
+        self._parallel = None
+        self._device_mesh = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_world(
+    env: RankEnv, device: torch.device, *, timeout: timedelta, store: dist.Store | None = None
+) -> None:
+    """Create the default process group: gloo on CPU, NCCL (and gloo for host tensors) on CUDA.
+
+    Args:
+        env: This rank. `env.store` is a `file://` URL (our launcher: no port that could be taken) or `env://`.
+        device: This rank's device.
+        timeout: Of the default group.
+        store: A store that is already connected (torchrun); instead of `env.store`.
+    """
+    if dist.is_initialized():
+        return
+    options: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size, "timeout": timeout}
+    if store is not None:
+        options["store"] = store
+    else:
+        options["init_method"] = env.store
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(folder)

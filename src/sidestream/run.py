@@ -1,0 +1,317 @@
+"""Objects -> result. One rank of a training run, from the resolved config to result.json.
+
+    data -> model builder -> strategy, module, trainer -> fit -> result
+
+The caller (`launch/worker.py`) has set up signals, logging and cores, and turns an exception into an exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig
+
+from sidestream import build
+from sidestream.config.compatibility import Layout
+from sidestream.config.errors import ConfigError
+from sidestream.data.corpus import Corpus
+from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
+from sidestream.data.ngram import ngram_baselines
+from sidestream.launch import stopping, torchrun
+from sidestream.launch.record import Launch
+from sidestream.launch.worker import RankEnv
+from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
+from sidestream.lightning.environment import RankEnvironment
+from sidestream.lightning.loggers import build_loggers, finish_loggers
+from sidestream.lightning.module import Recipe, SidestreamModule
+from sidestream.lightning.private import own_signals
+from sidestream.lightning.progress import RichProgress
+from sidestream.lightning.recorder import Recorder
+from sidestream.lightning.strategy import ExpertParallelStrategy
+from sidestream.model.account import Account, account
+from sidestream.tracking.folder import RunFolder, code_state, package_versions
+from sidestream.tracking.result import Baselines, Metrics, RunResult
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dict[str, Any]:
+    """Train as one rank; return the content of result.json.
+
+    Args:
+        cfg: The resolved config.
+        layout: What the launcher derived from it and the world.
+        folder: The run folder; rank 0 writes in it.
+        env: This rank.
+
+    Raises:
+        ConfigError: The user can fix it.
+        Exception: Anything else that ends the run; the caller records it.
+    """
+    _quiet()
+    run_folder, launch = RunFolder(folder), Launch.load(folder) if env.rank == 0 else None
+    corpus: Corpus = build.make(cfg.data).load()
+    counts = _account(cfg, corpus)
+    start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
+    if env.rank == 0 and launch is not None:
+        run_folder.write_env(command=launch.command.split())
+        run_folder.write_result(start.as_dict())
+    loggers = _loggers(cfg, launch=launch, folder=folder, layout=layout, start=start, rank=env.rank)
+    progress = RichProgress(rank=env.rank, log_every_n_steps=cfg.trainer.log_every_n_steps)
+    failed = True
+    try:
+        result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress)
+        failed = False
+    finally:
+        finish_loggers(loggers, int(failed))
+    if env.rank == 0:
+        run_folder.write_result(result.as_dict())
+        progress.show_end(val_loss=result.metrics.val_loss, folder=Path(os.path.relpath(folder)))
+    return result.as_dict()
+
+
+def _fit(
+    cfg: DictConfig,
+    layout: Layout,
+    env: RankEnv,
+    run_folder: RunFolder,
+    corpus: Corpus,
+    start: RunResult,
+    loggers: list[Logger],
+    progress: RichProgress,
+) -> RunResult:
+    strategy = ExpertParallelStrategy(
+        env=env,
+        expert_parallel_size=layout.expert_parallel_size,
+        bucket_mb=cfg.strategy.bucket_mb,
+        timeout_seconds=cfg.strategy.timeout_seconds,
+        graph=build.make(cfg.graph),
+        store=torchrun.store,
+    )
+    common = {"seq_length": cfg.data.seq_length, "global_batch_size": cfg.data.global_batch_size}
+    ranks = {"rank": env.rank, "world_size": env.world_size}
+    batches = train_loader(corpus, shuffle=cfg.data.shuffle, seed=cfg.seed, **common, **ranks)
+    recorder = Recorder(
+        rank=env.rank,
+        folder=run_folder,
+        loggers=loggers,
+        progress=progress,
+        tokens_per_step=cfg.data.global_batch_size * cfg.data.seq_length,
+        every=cfg.trainer.log_every_n_steps,
+    )
+    module = _module(cfg, layout, corpus, start, recorder, batches, _device(layout, env))
+    if env.rank == 0:
+        _show_start(progress, cfg, start, corpus, run_folder.path)
+    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress], run_folder.path)
+    validation = None
+    if cfg.trainer.limit_val_batches:
+        limit = cfg.trainer.limit_val_batches
+        validation = val_loader(corpus, num_batches=limit, **common, **ranks)
+    trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
+    result = _end_result(start, module, recorder, strategy)
+    # Only at a regular end: after an error the other ranks may not come to a collective tear-down.
+    module.model.parts.dispatcher.close()
+    strategy.leave_world()
+    return result
+
+
+def _module(
+    cfg: DictConfig,
+    layout: Layout,
+    corpus: Corpus,
+    start: RunResult,
+    recorder: Recorder,
+    batches: StatefulLoader,
+    device: torch.device,
+) -> SidestreamModule:
+    return SidestreamModule(
+        build_model=build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device),
+        build_optimizer=build.optimizer_builder(cfg),
+        factor=build.make(cfg.scheduler, max_steps=cfg.trainer.max_steps),
+        recipe=Recipe(
+            seed=cfg.seed,
+            global_batch_size=cfg.data.global_batch_size,
+            micro_batch_size=layout.micro_batch_size,
+            seq_length=cfg.data.seq_length,
+            max_norm=cfg.trainer.gradient_clip_val,
+            autocast=build.PRECISIONS[cfg.trainer.precision][1] is not None,
+            data_checksum=corpus.checksum,
+            changes_model=bool(start.changes_model),
+        ),
+        recorder=recorder,
+        stop_requested=lambda: stopping.requested() is not None,
+        train_loader=batches,
+    )
+
+
+def _trainer(
+    cfg: DictConfig,
+    layout: Layout,
+    env: RankEnv,
+    strategy: ExpertParallelStrategy,
+    loggers: list[Logger],
+    callbacks: list[Any],
+    folder: Path,
+) -> Trainer:
+    saving = SaveCheckpoints(
+        run_folder=folder,
+        every_n_steps=cfg.callbacks.checkpoint.every_n_steps,
+        keep_last=cfg.callbacks.checkpoint.keep_last,
+    )
+    trainer = Trainer(
+        accelerator="gpu" if layout.device_type == "cuda" else "cpu",
+        devices=layout.local_world_size,
+        num_nodes=layout.world_size // layout.local_world_size,
+        strategy=strategy,
+        plugins=[RankEnvironment(env)],
+        max_steps=cfg.trainer.max_steps,
+        max_epochs=-1,
+        val_check_interval=cfg.trainer.val_check_interval,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=loggers or False,
+        callbacks=[*callbacks, saving],
+        default_root_dir=folder,
+    )
+    own_signals(trainer)
+    return trainer
+
+
+def _device(layout: Layout, env: RankEnv) -> torch.device:
+    if layout.device_type == "cuda":
+        torch.cuda.set_device(env.local_rank)
+        return torch.device("cuda", env.local_rank)
+    return torch.device("cpu")
+
+
+def _resume_from(cfg: DictConfig) -> Path | None:
+    if cfg.resume is None:
+        return None
+    found = checkpoints(Path(cfg.resume))
+    if not found:
+        raise ConfigError(
+            "resume",
+            cfg.resume,
+            "no complete checkpoint in it",
+            expected="a folder with checkpoints/step-*",
+            fix="resume=null to start anew",
+        )
+    return found[-1]
+
+
+def _account(cfg: DictConfig, corpus: Corpus) -> Account:
+    shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
+    return account(shape, top_k=cfg.router.top_k, seq_length=cfg.data.seq_length)
+
+
+def _start_result(
+    cfg: DictConfig, *, layout: Layout, launch: Launch | None, corpus: Corpus, counts: Account
+) -> RunResult:
+    """What is known before the first step."""
+    commit, dirty = code_state()
+    return RunResult(
+        status="running",
+        command=launch.command if launch else None,
+        choices=launch.choices if launch else {},
+        device=layout.device_type,
+        world_size=layout.world_size,
+        expert_parallel_size=layout.expert_parallel_size,
+        transport="torch" if layout.expert_parallel_size > 1 else None,
+        link=launch.choices.get("link") if launch else None,
+        seed=cfg.seed,
+        precision=cfg.trainer.precision,
+        data_checksum=corpus.checksum,
+        params_total=counts.params_total,
+        params_active=counts.params_active,
+        flops_per_token=counts.flops_per_token,
+        changes_model=bool(build.make(cfg.overlap).changes_model),
+        metrics=Metrics(baselines=Baselines(**ngram_baselines(corpus)) if launch else Baselines()),
+        versions=package_versions(),
+        commit=f"{commit}-dirty" if commit and dirty else commit,
+    )
+
+
+def _end_result(
+    start: RunResult, module: SidestreamModule, recorder: Recorder, strategy: ExpertParallelStrategy
+) -> RunResult:
+    summary = recorder.summary()
+    metrics = replace(
+        start.metrics,
+        train_loss=summary.train_loss,
+        val_loss=summary.val_loss,
+        tokens=summary.tokens,
+        tokens_per_second=summary.tokens_per_second,
+        step_ms=summary.step_ms,
+        peak_memory_bytes=_peak_memory(strategy),
+        bytes_on_wire=summary.bytes_on_wire,
+    )
+    return replace(start, status="interrupted" if module.stopping else "finished", metrics=metrics)
+
+
+def _peak_memory(strategy: ExpertParallelStrategy) -> int:
+    """Largest of all ranks: resident set of the process on CPU, allocated memory on CUDA."""
+    device = strategy.root_device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    value = torch.tensor(peak, dtype=torch.int64, device=device)
+    if strategy.world_size > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=strategy.parallel.control)
+    return int(value)
+
+
+def _loggers(
+    cfg: DictConfig, *, launch: Launch | None, folder: Path, layout: Layout, start: RunResult, rank: int
+) -> list[Logger]:
+    identity = {
+        "world_size": layout.world_size,
+        "expert_parallel_size": layout.expert_parallel_size,
+        "expert_data_parallel_size": layout.expert_data_parallel_size,
+        "commit": start.commit,
+        "torch": torch.__version__,
+        "data_checksum": start.data_checksum,
+    }
+    choices = launch.choices if launch else {}
+    return build_loggers(cfg.logger, folder=folder, cfg=cfg, choices=choices, identity=identity, rank=rank)
+
+
+def _show_start(
+    progress: RichProgress, cfg: DictConfig, start: RunResult, corpus: Corpus, folder: Path
+) -> None:
+    baselines = start.metrics.baselines
+    progress.show_start(
+        choices=start.choices,
+        world_size=start.world_size or 1,
+        expert_parallel_size=start.expert_parallel_size or 1,
+        transport=start.transport,
+        params_total=start.params_total or 0,
+        params_active=start.params_active or 0,
+        data_name=corpus.name,
+        baselines={"bigram": baselines.bigram or 0.0, "trigram": baselines.trigram or 0.0},
+        folder=Path(os.path.relpath(folder)),
+    )
+
+
+def _quiet() -> None:
+    """Lightning's tips and our known, harmless warnings are not for the terminal."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")

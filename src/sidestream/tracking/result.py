@@ -1,0 +1,153 @@
+"""result.json: the interface between a run and everything that reads runs.
+
+Its keys are stable: every key is always there, null where a run does not know the value. A key is added only
+together with a reader of the missing case; renaming or removing one raises `SCHEMA_VERSION`.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from sidestream.tracking.folder import to_plain
+
+SCHEMA_VERSION = 1
+
+Status = Literal["running", "finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baselines:
+    """Validation loss of count models fitted to the same training split, nats per token."""
+
+    bigram: float | None = None
+    trigram: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What the run reached. Losses in nats per token (per byte for byte data)."""
+
+    train_loss: float | None = None
+    val_loss: float | None = None
+    tokens: int | None = None  # trained on, over all ranks
+    tokens_per_second: float | None = None  # over all ranks
+    step_ms: float | None = None  # median
+    mfu: float | None = None  # share of the device's peak, null where the peak is unknown
+    peak_memory_bytes: int | None = None  # largest of all ranks
+    bytes_on_wire: int | None = None  # sent by the dispatchers, over all ranks
+    baselines: Baselines = field(default_factory=Baselines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """Steps whose rows did not fit the budget. All null for an eager dispatcher, which has no budget."""
+
+    events: int | None = None
+    replays: int | None = None
+    budget: int | None = None  # rows per rank at the end
+    recommended_factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Measured times of the slowest rank, medians, and the share of communication hidden."""
+
+    compute_ms: float | None = None
+    comm_ms: float | None = None
+    serial_ms: float | None = None
+    overlapped_ms: float | None = None
+    e_hide: float | None = None
+    e_comm: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Counts of the step graph; null for `graph=none`."""
+
+    captures: int | None = None
+    replays: int | None = None
+    eager_fallbacks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The content of result.json, one attribute per key.
+
+    Attributes:
+        command: what the user typed.
+        choices: Hydra group -> option.
+        transport: what moved the rows: `torch`, the name of a library, or null for one rank.
+        flops_per_token: forward and backward, without recomputation.
+        changes_model: the overlap schedule computes another function than `overlap=none`.
+        commit: of the code, with `-dirty` appended if it had uncommitted changes.
+        error: one line, null for a finished run.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    status: Status
+    command: str | None = None
+    choices: dict[str, str] = field(default_factory=dict)
+    device: str | None = None
+    world_size: int | None = None
+    expert_parallel_size: int | None = None
+    transport: str | None = None
+    link: str | None = None
+    seed: int | None = None
+    precision: str | None = None
+    data_checksum: str | None = None
+    params_total: int | None = None
+    params_active: int | None = None
+    flops_per_token: float | None = None
+    changes_model: bool | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    overflow: Overflow = field(default_factory=Overflow)
+    overlap: Overlap = field(default_factory=Overlap)
+    graph: Graph = field(default_factory=Graph)
+    versions: dict[str, str | None] = field(default_factory=dict)
+    commit: str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.status in get_args(Status), self.status
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types with every key, ready for `RunFolder.write_result`."""
+        return to_plain(self)
+
+
+def minimal_failed_result(
+    previous: dict[str, Any] | None,
+    *,
+    error: str,
+    status: Status = "failed",
+    command: str | None = None,
+    choices: dict[str, str] | None = None,
+    world_size: int | None = None,
+) -> dict[str, Any]:
+    """Builds the result of a run whose rank 0 died before it could write one.
+
+    Args:
+        previous: what result.json holds, usually with status `running`; everything it knows is kept.
+        error: one line.
+        command: used, like `choices` and `world_size`, where `previous` does not know them.
+    """
+    known = previous or {}
+    base = RunResult(
+        status=status,
+        command=command,
+        choices=known.get("choices") or choices or {},
+        world_size=world_size,
+    )
+    return {**_fill(base.as_dict(), known), "status": status, "error": error}
+
+
+def _fill(base: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Returns `base` with every value that `known` has and that is not null put over it, at any depth."""
+    merged = copy.deepcopy(base)
+    for key, value in known.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _fill(merged[key], value)
+        elif value is not None:
+            merged[key] = value
+    return merged

@@ -1,0 +1,86 @@
+"""Runs train.py with `sidestream.run` replaced, so that only the launching is tested."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 30
+
+# Imported by every Python process that has its folder on PYTHONPATH: parent, ranks and jobs of a sweep.
+SITECUSTOMIZE = '''
+import sys, types
+module = types.ModuleType("sidestream.run")
+exec("""
+import json, os, signal, time
+from pathlib import Path
+
+def train(cfg, *, layout, folder, env):
+    from sidestream.launch import stopping
+    behaviour = cfg.name
+    seen = {"rank": env.rank, "folder": str(folder), "seed": cfg.seed, "layout": layout.__dict__}
+    (folder / f"seen{env.rank}.json").write_text(json.dumps({**seen, "prompt": cfg.logger.get("project")}))
+    if env.rank == 1:
+        if behaviour == "raises":
+            raise RuntimeError("the wheel came off")
+        if behaviour == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif behaviour in ("killed", "raises"):
+        while os.getppid() and not (folder / "failures").exists() and behaviour == "raises":
+            time.sleep(0.05)
+        time.sleep(0.3)
+        raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:5")
+    elif behaviour == "hangs":
+        raise ValueError("rank 0 has a bug")
+    if behaviour == "one_seed_fails" and cfg.seed == 2 and cfg.router.top_k == 1:
+        raise RuntimeError("this job fails")
+    if behaviour == "waits":
+        (folder / f"ready{env.rank}").touch()
+    while behaviour in ("waits", "hangs") and not (stopping.requested() and behaviour == "waits"):
+        time.sleep(0.02)
+    status = "interrupted" if behaviour == "waits" else "finished"
+    result = {"status": status, "metrics": {"val_loss": 1.0 + cfg.seed}}
+    if env.rank == 0:
+        (folder / "checkpoints" / "step-3").mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(result))
+    return result
+""", module.__dict__)
+sys.modules["sidestream.run"] = module
+'''
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process that finds the replaced `sidestream.run`; torch is never imported in it."""
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    (fake / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = os.pathsep.join([str(fake), str(REPOSITORY / "src")])
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def train(environment: dict[str, str], work: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Returns a function that runs `python train.py <arguments>` with a hard time limit."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(REPOSITORY / "train.py"), *arguments]
+        return subprocess.run(
+            command, cwd=work, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+
+    return run
