@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -28,7 +29,7 @@ DEFAULT_LIMIT_S = 60.0
 
 def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     connection.send(("ready", None))
     while True:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sidestream.dispatch.alltoall import AllToAllDispatcher
 from sidestream.dispatch.local import LocalDispatcher
-from sidestream.exchange.link import Link, NativeLink
+from sidestream.exchange.link import NativeLink, ThrottledLink
 from sidestream.fusion.grouped import GroupedExperts
 from sidestream.fusion.loop import LoopExperts
 from sidestream.model.config import ModelShape
@@ -23,7 +23,7 @@ from sidestream.model.transformer import MoETransformer
 from sidestream.overlap.none import NoOverlap
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel, build_parallel
-from sidestream.parallel.replicate import Replicate
+from sidestream.parallel.replicate import Replicate, is_expert
 from sidestream.parallel.step import TrainingStep
 from sidestream.routing.balance import AuxLoss, Balance, ExpertBias, NoBalance
 from sidestream.routing.router import SoftmaxRouter
@@ -34,6 +34,8 @@ BALANCES: dict[str, Any] = {
     "none": lambda: NoBalance(),
     "bias": lambda: ExpertBias(update_rate=0.01),
     "aux": lambda: AuxLoss(coefficient=0.02, scope="sequence"),
+    "aux_micro_batch": lambda: AuxLoss(coefficient=0.02, scope="micro_batch"),
+    "aux_global": lambda: AuxLoss(coefficient=0.02, scope="global"),
 }
 
 SHAPE = ModelShape(
@@ -43,7 +45,7 @@ SHAPE = ModelShape(
     num_heads=4,
     num_kv_heads=2,
     ffn_hidden_size=64,
-    moe_layers=[1, 2],
+    moe_layers=(1, 2),
     num_experts=8,
     expert_hidden_size=64,
     num_shared_experts=1,
@@ -76,6 +78,7 @@ class Setup:
     shape: ModelShape = SHAPE
     top_k: int = 2
     seed: int = 7
+    gbps: float | None = None  # a throttled link of this rate
 
     def with_(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -91,15 +94,15 @@ def make_balance(name: str) -> Balance:
     return BALANCES[name]()
 
 
-def make_model(setup: Setup, *, link: Link | None = None, dispatcher: Any = None) -> MoETransformer:
+def make_model(setup: Setup) -> MoETransformer:
     return assemble(
         setup.shape,
         router=SoftmaxRouter(top_k=setup.top_k),
         balance=make_balance(setup.balance),
-        dispatcher=dispatcher or DISPATCHERS[setup.dispatcher](),
+        dispatcher=DISPATCHERS[setup.dispatcher](),
         fusion=FUSIONS[setup.fusion](alignment=setup.alignment),
         schedule=NoOverlap(),
-        link=link or NativeLink(),
+        link=NativeLink() if setup.gbps is None else ThrottledLink(gbps=setup.gbps),
         parallel=parallel_for(setup.ep),
         seed=setup.seed,
         device=torch.device("cpu"),
@@ -133,8 +136,6 @@ def make_step(setup: Setup, model: MoETransformer, world: int) -> TrainingStep:
 
 
 def make_optimizer(setup: Setup, params: list[Tensor]) -> torch.optim.Optimizer:
-    from sidestream.parallel.replicate import is_expert
-
     groups = [{"params": [p for p in params if is_expert(p) == flag]} for flag in (False, True)]
     groups = [g for g in groups if g["params"]]
     if setup.optimizer == "sgd":

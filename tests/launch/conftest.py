@@ -14,6 +14,7 @@ SECONDS = 30
 # Imported by every Python process that has its folder on PYTHONPATH: parent, ranks and jobs of a sweep.
 SITECUSTOMIZE = '''
 import sys, types
+sys.modules["torch"] = sys.modules["lightning"] = None  # importing them is an error
 module = types.ModuleType("sidestream.run")
 exec("""
 import json, os, signal, time
@@ -22,8 +23,8 @@ from pathlib import Path
 def train(cfg, *, layout, folder, env):
     from sidestream.launch import stopping
     behaviour = cfg.name
-    seen = {"rank": env.rank, "folder": str(folder), "seed": cfg.seed, "layout": layout.__dict__}
-    (folder / f"seen{env.rank}.json").write_text(json.dumps({**seen, "prompt": cfg.logger.get("project")}))
+    seen = {"rank": env.rank, "folder": str(folder), "seed": cfg.seed, "world_size": env.world_size}
+    (folder / f"seen{env.rank}.json").write_text(json.dumps(seen))
     if env.rank == 1:
         if behaviour == "raises":
             raise RuntimeError("the wheel came off")
@@ -32,8 +33,8 @@ def train(cfg, *, layout, folder, env):
         if behaviour == "hangs":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif behaviour in ("killed", "raises"):
-        while os.getppid() and not (folder / "failures").exists() and behaviour == "raises":
-            time.sleep(0.05)
+        while behaviour == "raises" and not (folder / "failures").exists():
+            time.sleep(0.02)
         time.sleep(0.3)
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:5")
     elif behaviour == "hangs":
@@ -57,11 +58,13 @@ sys.modules["sidestream.run"] = module
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Variables of a process that finds the replaced `sidestream.run`; torch is never imported in it."""
+    """Variables of processes that find the replaced `sidestream.run` and that cannot import torch."""
     fake = tmp_path / "fake"
     fake.mkdir()
     (fake / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     path = os.pathsep.join([str(fake), str(REPOSITORY / "src")])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

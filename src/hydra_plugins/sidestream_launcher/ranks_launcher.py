@@ -32,11 +32,10 @@ ConfigStore.instance().store(
 )
 
 # Overrides of the sweep itself, not of its jobs.
-_OF_THE_SWEEP = ("hydra.run.", "hydra.sweep.", "hydra.mode", "hydra/launcher", "hydra.launcher") + (
-    "hydra/sweeper",
-    "hydra.sweeper",
+_OF_THE_SWEEP = tuple(
+    "hydra.run. hydra.sweep. hydra.mode hydra/launcher hydra.launcher hydra/sweeper hydra.sweeper".split()
 )
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_RANK = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
 
 
 @dataclass
@@ -56,13 +55,16 @@ class Job:
 
     @property
     def state(self) -> str:
-        return {None: "not started", 0: "done", 130: "interrupted", 143: "interrupted"}.get(self.code, "FAILED")
+        return {None: "not started", 0: "done", 130: "interrupted", 143: "interrupted"}.get(
+            self.code, "FAILED"
+        )
 
     def line(self) -> str:
         """Returns the job's line of the console and of the table."""
         loss = "" if self.val_loss is None else f"val_loss {self.val_loss:.4f}"
-        label = " ".join(self.overrides)
-        return f"#{self.number:<3} {self.state:11} {loss:16} {self.seconds:7.1f} s  {label}  {_short(self.folder)}"
+        return (
+            f"#{self.number:<3} {self.state:11} {loss:16} {self.seconds:7.1f} s  {' '.join(self.overrides)}"
+        )
 
     def reason(self) -> str:
         """Returns why the job failed, in one line."""
@@ -75,9 +77,7 @@ class Job:
 class RanksLauncher(Launcher):
     """Runs the jobs one after another; one that fails does not stop the others."""
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.context = hydra_context
         self.config = config
 
@@ -86,20 +86,23 @@ class RanksLauncher(Launcher):
 
         The first failed one carries SystemExit(1): Hydra raises it after the last job, without a traceback.
         """
+        from sidestream.config.errors import ConfigError
+        from sidestream.launch import torchrun
         from sidestream.launch.processes import Signals
 
+        if torchrun.active():
+            why = "a sweep starts the ranks of each job itself"
+            raise ConfigError("-m", "", why, expected="no torchrun", fix="run without torchrun")
         pairs = [self._job(list(overrides), initial_job_idx + n) for n, overrides in enumerate(job_overrides)]
+        print(f"{len(pairs)} jobs in {_short(Path(self.config.hydra.sweep.dir))}", flush=True)
         with Signals() as signals:
             for job, _ in pairs:
                 if signals.received:
                     break
-                print(f"#{job.number} of {len(pairs)} starts: {' '.join(job.overrides)}", flush=True)
+                print(f"#{job.number:<3} starts      {_short(job.folder)}/stdout.log", flush=True)
                 self._run(job, signals)
                 print(job.line(), flush=True)
-                if job.state == "FAILED":
-                    print(f"     {job.reason()}", flush=True)
-        jobs = [job for job, _ in pairs]
-        _summarise(jobs)
+        _summarise([job for job, _ in pairs])
         stopped = 128 + signals.received[0] if signals.received else 1
         return [_job_return(job, config, stopped) for job, config in pairs]
 
@@ -157,7 +160,8 @@ class RanksLauncher(Launcher):
 
 def _summarise(jobs: list[Job]) -> None:
     failed = [job for job in jobs if job.state == "FAILED"]
-    print(f"\n{len(jobs)} jobs, {len(failed)} failed", *(job.line() for job in jobs), sep="\n", flush=True)
+    print(f"\nfinished jobs: {sum(job.code == 0 for job in jobs)} of {len(jobs)}", flush=True)
+    print(*(job.line() for job in jobs), sep="\n", flush=True)
     for job in failed:
         print(f"error: job #{job.number} ({_short(job.folder)}): {job.reason()[7:]}", file=sys.stderr)
 

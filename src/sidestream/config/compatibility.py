@@ -194,11 +194,11 @@ def _check_folders(cfg: DictConfig) -> None:
             )
     for name, value in cfg.data.items():
         points_at_data = name in ("path", "root") or name.endswith(("_path", "_dir", "_file"))
-        if points_at_data and name != "cache_dir" and isinstance(value, str):
-            if not os.access(Path(value).expanduser(), os.R_OK):
-                why = "missing or unreadable"
-                key = f"data.{name}"
-                raise ConfigError(key, value, why, expected="existing data", fix=f"{key}=<existing path>")
+        if not points_at_data or name == "cache_dir" or not isinstance(value, str):
+            continue
+        if not os.access(Path(value).expanduser(), os.R_OK):
+            key, why = f"data.{name}", "missing or unreadable"
+            raise ConfigError(key, value, why, expected="existing data", fix=f"{key}=<existing path>")
 
 
 def _world(
@@ -288,7 +288,11 @@ def _batches(data: DictConfig, world_size: int) -> tuple[int, int]:
         if not isinstance(data.get(name), int):
             key = f"data.{name}"
             raise ConfigError(
-                key, data.get(name), "needed by every data option", expected="an integer", fix=f"{key}=<integer>"
+                key,
+                data.get(name),
+                "needed by every data option",
+                expected="an integer",
+                fix=f"{key}=<integer>",
             )
     total = data.global_batch_size
     if total % world_size:

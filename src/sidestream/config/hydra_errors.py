@@ -77,9 +77,7 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
 def _missing_option(error: MissingConfigException) -> ConfigError:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     if not group:
-        return ConfigError(
-            "--config-name", option, "no such config", expected="train", fix="run without -cn"
-        )
+        return ConfigError("--config-name", option, "no such config", expected="train", fix="run without -cn")
     options = sorted(error.options or [])
     best = (difflib.get_close_matches(option, options, n=1) or options or ["<option>"])[0]
     return ConfigError(
@@ -89,7 +87,11 @@ def _missing_option(error: MissingConfigException) -> ConfigError:
 
 def _wrong_type(key: str, value: str, why: str) -> ConfigError:
     wanted = re.search(r"could not be converted to (\w+)", why)
-    kinds = {"Integer": ("an integer", "1"), "Float": ("a number", "1.0"), "Boolean": ("true or false", "true")}
+    kinds = {
+        "Integer": ("an integer", "1"),
+        "Float": ("a number", "1.0"),
+        "Boolean": ("true or false", "true"),
+    }
     expected, example = kinds.get(wanted.group(1) if wanted else "", ("another type of value", "<value>"))
     if wanted:
         why = f"not {expected}"

@@ -82,18 +82,18 @@ def check_keys(cfg: DictConfig) -> None:
 def _walk(node: DictConfig, prefix: str) -> None:
     schema = OmegaConf.get_type(node)
     fields: dict[str, Field] = getattr(schema, "__dataclass_fields__", {})
-    for name in node:
+    for name in map(str, node):
         key = f"{prefix}{name}"
         if OmegaConf.is_missing(node, name):
             raise ConfigError(key, "???", "has no value", expected="a value", fix=f"{key}=<value>")
         value = node[name]
         # Old spellings are also refused in a user's own option, where any key is allowed.
-        if fields and name not in fields or key in RENAMED:
+        if (fields and name not in fields) or key in RENAMED:
             raise unknown_key(key, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
         if isinstance(value, DictConfig):
             _walk(value, f"{key}.")
         elif name in fields:
-            _check_value(key, value, fields[str(name)].metadata)
+            _check_value(key, value, fields[name].metadata)
 
 
 def _check_value(key: str, value: Any, limits: Any) -> None:
@@ -107,9 +107,7 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
         if value == "auto":
             return
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(
-                key, value, "not an integer", expected="auto or an integer", fix=f"{key}=auto"
-            )
+            raise ConfigError(key, value, "not an integer", expected="auto or an integer", fix=f"{key}=auto")
     if isinstance(value, int | float):
         _check_range(key, value, limits)
 

@@ -10,6 +10,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+# ruff: noqa: RUF009 - `key()` and `one_of()` are dataclasses.field() with our limits in it
+
 
 def key(
     *, low: float | None = None, above: float | None = None, high: float | None = None, auto: bool = False

@@ -52,5 +52,6 @@ def script() -> str:
 
 def job_label(overrides: Iterable[str]) -> str:
     """Returns the part of a sweep folder's name that tells jobs apart: last part of each key, and value."""
-    parts = [f"{re.split('[./]', key_of(part))[-1]}-{value_of(part)}" for part in overrides]
+    told = [part for part in overrides if key_of(part) != "name"]  # in the folder above already
+    parts = [f"{re.split('[./]', key_of(part))[-1]}-{value_of(part)}" for part in told]
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", "_".join(parts)).strip("-.")[:120]

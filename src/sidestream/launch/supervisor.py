@@ -12,12 +12,12 @@ from pathlib import Path
 
 from sidestream.config.compatibility import Layout
 from sidestream.launch import failures
-from sidestream.launch.failures import Failure
 from sidestream.launch.processes import PARENT, Signals, kill_group, send
 from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.worker import STORE
 
-STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # after a common step
+DIED_OF_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # before it could listen
 SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to record what they saw
 _POLL_SECONDS = 0.05
 
@@ -136,12 +136,10 @@ def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool)
     found = failures.recorded(folder)
     explained = {failure.rank for failure in found}
     for rank in ranks:
-        ended_badly = rank.returncode not in (0, *STOPPED) and not rank.killed
-        # A rank that was asked to stop before it could listen dies of the signal: no failure.
-        asked = bool(signals.received) and rank.returncode in (-signal.SIGTERM, -signal.SIGINT)
-        if ended_badly and not asked and rank.number not in explained:
+        ended_badly = rank.returncode not in (0, *STOPPED, *DIED_OF_REQUEST) and not rank.killed
+        if ended_badly and rank.number not in explained:
             found.append(failures.died(folder, rank=rank.number, returncode=rank.returncode or 0))
-    stopped = bool(signals.received) or any(rank.returncode in STOPPED for rank in ranks)
+    stopped = bool(signals.received) or any(r.returncode in (*STOPPED, *DIED_OF_REQUEST) for r in ranks)
     own_failures = [failure for failure in found if not (stopped and failure.follows_another)]
     if own_failures:
         return failures.report(folder, failures.cause(found), world_size=len(ranks), debug=debug)
@@ -151,15 +149,20 @@ def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool)
 
 
 def _interrupted(folder: Path, ranks: list[Rank], signals: Signals) -> int:
-    if all(rank.returncode == 0 for rank in ranks):
+    codes = [rank.returncode or 0 for rank in ranks]
+    if not any(codes):
         return 0  # it was finished when the signal came
-    code = 128 + signals.received[0] if signals.received else max(r.returncode or 0 for r in ranks)
-    if any(rank.returncode not in STOPPED for rank in ranks):
-        killed = ", ".join(str(rank.number) for rank in ranks if rank.killed)
-        error = f"rank {killed} did not stop in time and was killed" if killed else "stopped while starting"
+    if signals.received:
+        request = signals.received[0]
+    else:  # somebody asked a rank, not us
+        request = next(
+            code % 128 if code > 0 else -code for code in codes if code in (*STOPPED, *DIED_OF_REQUEST)
+        )
+    if any(code not in STOPPED for code in codes):
+        killed = [str(rank.number) for rank in ranks if rank.killed]
+        error = (
+            f"rank {', '.join(killed)} did not stop and was killed" if killed else "stopped while starting"
+        )
         failures.write_result(folder, error=error, status="interrupted")
         print(f"error: {error}", file=sys.stderr)
-    return code
-
-
-__all__ = ["Failure", "Rank", "import_path", "rank_environment", "supervise"]
+    return 128 + request

@@ -37,7 +37,8 @@ class RankEnv:
     @classmethod
     def from_environ(cls, store: str | None = None) -> "RankEnv":
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names), store or os.environ[STORE])
+        rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in names)
+        return cls(rank, local_rank, world_size, local_world_size, store or os.environ[STORE])
 
 
 def run_rank(

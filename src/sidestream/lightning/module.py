@@ -19,6 +19,7 @@ from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.initialize import seed_of
 from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.agree import check_replicas
 from sidestream.parallel.mesh import Parallel
 
 CHECKPOINT_FORMAT = 1
@@ -135,6 +136,10 @@ class SidestreamModule(LightningModule):
             self.trainer.should_stop = True
 
     @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Lightning would set all gradients to None here; they are views of flat storage and stay."""
+
+    @override
     def on_validation_start(self) -> None:
         self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
 
@@ -155,7 +160,8 @@ class SidestreamModule(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        """Validate once more if the last step was not a validation step."""
+        """Compare the replicas once more; validate if the last step was not a validation step."""
+        check_replicas(self.model, self.parallel_strategy.parallel)
         loader = self.trainer.val_dataloaders
         if self.stopping or loader is None or self.recorder.last_validation == self.global_step:
             return

@@ -12,6 +12,7 @@ Legend: T tokens, H features, E experts in total, L local experts, F expert widt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -107,7 +108,8 @@ class MoE(nn.Module):
     def __init__(self, shape: ModelShape, parts: MoEParts, *, layer: int, ledger: Ledger) -> None:
         super().__init__()
         self.parts, self.layer, self.ledger = parts, layer, ledger
-        self.gate = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
+        # Gate and bias are fp32 in every precision: rounding them changes choices (cases d1, d3).
+        self.gate = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32))
         first, last = parts.expert_range
         self.experts = Experts(shape, num_local=last - first, fusion=parts.fusion)
         width = shape.num_shared_experts * shape.expert_hidden_size
@@ -139,7 +141,10 @@ class MoE(nn.Module):
             return torch.zeros_like(x)
         return run(self.shared_expert, x, recompute=self.recompute)
 
-    def keep_fp32(self) -> None:
-        """The gate and the selection bias stay fp32 in a model that was cast to another dtype (case d1)."""
-        self.gate.data = self.gate.data.float()
-        self.selection_bias = self.selection_bias.float()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32 (case d1)."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        # What is left are those two. Casts pass integers by, so they travel under an integer view.
+        return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse=False)

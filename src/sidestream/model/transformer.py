@@ -66,8 +66,3 @@ class MoETransformer(nn.Module):
     def moe_layers(self) -> list[MoE]:
         """The MoE layers in order; index = row of the ledger."""
         return [block.moe for block in self.blocks if isinstance(block, MoEUnit)]
-
-    def keep_fp32(self) -> None:
-        """Restore fp32 where a lower precision would change choices (gate, selection bias)."""
-        for moe in self.moe_layers():
-            moe.keep_fp32()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -86,6 +85,5 @@ def assemble(
         model = MoETransformer(shape, parts, schedule)
     initialize(model, seed=seed)
     model.to(dtype)
-    model.keep_fp32()
     shard_experts(model, parallel)
     return model

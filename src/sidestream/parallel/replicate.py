@@ -25,6 +25,7 @@ class _Bucket:
     group: dist.ProcessGroup | None
     flat: Tensor
     params: list[nn.Parameter]
+    grads: list[Tensor]
     waiting: int = 0
     work: Any = None
     ready: bool = field(default=False)
@@ -85,13 +86,14 @@ class Replicate:
     def _make_bucket(group: dist.ProcessGroup | None, params: list[nn.Parameter]) -> _Bucket:
         locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in params]
         flat = torch.zeros(sum(p.numel() for p in locals_), dtype=params[0].dtype, device=locals_[0].device)
+        grads: list[Tensor] = []
         for p, view in zip(params, flat.split([p.numel() for p in locals_])):
             if isinstance(p, DTensor):
                 shard = view.view(p.to_local().shape)
-                p.grad = DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False)
+                grads.append(DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False))
             else:
-                p.grad = view.view(p.shape)
-        return _Bucket(group, flat, params)
+                grads.append(view.view(p.shape))
+        return _Bucket(group, flat, params, grads)
 
     def _hook_for(self, bucket: _Bucket) -> Any:
         def hook(_: Tensor) -> None:
@@ -112,9 +114,15 @@ class Replicate:
             self._next += 1
 
     def zero(self) -> None:
-        """Set all gradients to zero, in place."""
+        """Set all gradients to zero, in place.
+
+        Also puts them back where somebody called `zero_grad(set_to_none=True)`: gradients outside the flat storage
+        would not be reduced, and the replicas would drift apart without a word.
+        """
         for bucket in self.buckets:
             bucket.flat.zero_()
+            for p, grad in zip(bucket.params, bucket.grads):
+                p.grad = grad
 
     @contextmanager
     def last_micro_batch(self):  # type: ignore[no-untyped-def]

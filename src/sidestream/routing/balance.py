@@ -88,11 +88,12 @@ class AuxLoss:
 def _sequence_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
     num_experts = decision.probs.shape[1]
     ids_BR = decision.routing.expert_ids.reshape(decision.probs.shape[0] // seq_length, -1)
-    counts_BE = torch.zeros(ids_BR.shape[0], num_experts, dtype=torch.int64, device=ids_BR.device)
-    counts_BE.scatter_add_(1, ids_BR, torch.ones_like(ids_BR))
+    # The last column takes the routes to no expert (-1) and is cut off.
+    counts_BE = torch.zeros(ids_BR.shape[0], num_experts + 1, dtype=torch.int64, device=ids_BR.device)
+    counts_BE.scatter_add_(1, torch.where(ids_BR < 0, num_experts, ids_BR), torch.ones_like(ids_BR))
     probs_BE = decision.probs.view(-1, seq_length, num_experts).sum(dim=1)
     top_k = decision.routing.expert_ids.shape[1]
-    return switch_loss(probs_BE, counts_BE, num_tokens=seq_length, top_k=top_k).sum()
+    return switch_loss(probs_BE, counts_BE[:, :-1], num_tokens=seq_length, top_k=top_k).sum()
 
 
 def _micro_batch_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
@@ -107,7 +108,7 @@ def _global_scope(decision: Decision, seq_length: int, reduce: AllReduce | None)
     local_sequences = num_tokens // seq_length
     if reduce is None:
         return switch_loss(probs, counts, num_tokens=num_tokens, top_k=top_k) * local_sequences
-    packed = torch.cat([counts.to(torch.float32), probs.detach(), probs.new_tensor([float(num_tokens)])])
+    packed = torch.cat([counts.to(torch.float32), probs.detach(), probs.new_full((1,), float(num_tokens))])
     packed = reduce(packed)
     total = packed[-1]
     # The fractions and the other ranks' probabilities are constants; the gradient flows through the local ones.

@@ -1,0 +1,1 @@
+"""How the attempt of a step is run, and what may not happen in it."""

@@ -1,0 +1,76 @@
+"""Every option composes, is typed and passes the check; the help names every group."""
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.compatibility import check
+from sidestream.config.help import GROUPS, help_text
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTIONS = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+Compose = Callable[..., DictConfig]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_the_first_line_of_an_option_is_a_command_that_runs(compose: Compose, option: Path):
+    # Hydra wants the package in the first line of a file that has one.
+    line = (CONF / option).read_text().removeprefix("# @package _global_\n").splitlines()[0]
+    command = shlex.split(line.removeprefix("# "))
+    assert command[:2] == ["python", "train.py"]
+    if option.parent != Path("."):
+        cfg = compose(f"{option.parent}={option.stem}", *command[2:])
+    else:
+        cfg = compose(*command[2:])
+    check(cfg, device_count=0)
+    assert "???" not in OmegaConf.to_yaml(cfg)
+
+
+@pytest.mark.parametrize(
+    "option", [o for o in OPTIONS if o.parent not in (Path("."), Path("experiment"))], ids=str
+)
+def test_keys_of_shipped_options_are_typed(compose: Compose, option: Path):
+    cfg = compose(f"{option.parent}={option.stem}")
+    assert hasattr(OmegaConf.get_type(cfg[str(option.parent)]), "__dataclass_fields__")
+
+
+def test_lint_and_enabled_exist_in_every_graph_and_overlap_option(compose: Compose):
+    for option in (CONF / "graph").glob("*.yaml"):
+        assert compose(f"graph={option.stem}").graph.lint is False
+    for option in (CONF / "overlap").glob("*.yaml"):
+        assert compose(f"overlap={option.stem}").overlap.enabled is True
+
+
+def test_a_users_own_option_may_have_any_keys(compose: Compose, tmp_path: Path):
+    router = tmp_path / "router"
+    router.mkdir()
+    (router / "mine.yaml").write_text("_target_: my_pkg.Router\ntop_k: 3\ntemperature: 0.5\n")
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    cfg = compose("router=mine", "trusted_targets=[my_pkg]", "router.temperature=2", search)
+    check(cfg, device_count=0)
+    assert cfg.router.temperature == 2
+
+
+def test_a_resolved_config_passes_the_check_too(compose: Compose):
+    cfg = compose("model=small")
+    resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    assert check(resolved, device_count=0) == check(cfg, device_count=0)
+
+
+def test_help_has_one_line_per_group_and_no_schema(compose: Compose):
+    lines = help_text().splitlines()
+    for group, meaning in GROUPS.items():
+        assert [line for line in lines if line.split()[:1] == [group] and line.endswith(meaning)], group
+    assert "schema" not in help_text()
+    assert any("alltoall | local" in line for line in lines)
+
+
+def test_choices_follow_the_cache_variable(compose: Compose, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SIDESTREAM_CACHE", "/elsewhere")
+    assert compose().data.cache_dir == "/elsewhere"
+    monkeypatch.delenv("SIDESTREAM_CACHE")
+    assert os.path.expanduser(compose().data.cache_dir).startswith(str(Path.home()))

@@ -1,0 +1,92 @@
+"""Experts that multiply by one number each (H = 1): results that can be computed by hand.
+
+`Scales` is a model of such experts on this rank's share of them, with router logits that are the same for every
+token. It is reduced like a real model, by `Replicate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from sidestream.dispatch.base import Dispatcher, DispatchSpec, Received, Routing
+from sidestream.exchange.link import NativeLink
+from sidestream.model.moe import local
+from sidestream.overlap.path import RoutedPath
+from sidestream.parallel.mesh import Parallel
+from sidestream.parallel.replicate import Replicate
+from tests.core.build_tiny import DISPATCHERS, full
+
+
+def scale_rows(received: Received, scales: Tensor) -> Tensor:
+    """Row times its expert's scale times its weight; rows past the last offset are zero."""
+    rows, offsets = received.rows, received.offsets
+    slot = torch.arange(rows.shape[0])
+    expert = torch.searchsorted(offsets, slot, right=True).clamp(max=len(scales) - 1)
+    out = rows * (scales[expert] * received.row_weights).unsqueeze(1)
+    return torch.where((slot < offsets[-1]).unsqueeze(1), out, 0)
+
+
+def run_path(path: RoutedPath) -> Tensor:
+    """All stages, one after another."""
+    path.start("dispatch")
+    path.finish("dispatch")
+    path.run("experts")
+    path.start("combine")
+    return path.finish("combine")
+
+
+def wire(name: str, *, num_experts: int, group: Any = None, hidden: int = 1, alignment: int = 1) -> Dispatcher:
+    dispatcher = DISPATCHERS[name]()
+    spec = DispatchSpec(num_experts=num_experts, hidden_size=hidden, alignment=alignment)
+    dispatcher.wire(group=group, spec=spec, link=NativeLink())
+    return dispatcher
+
+
+def routing_of(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None) -> Routing:
+    """Fixed routes; weights are 1 where not given."""
+    ids_TK = torch.tensor(ids, dtype=torch.int64).view(len(ids), -1)
+    weights_TK = torch.ones(ids_TK.shape) if weights is None else torch.tensor(weights)
+    return Routing(ids_TK, weights_TK)
+
+
+class Scales(nn.Module):
+    """Scale experts of one rank and the router's logits `[E]`."""
+
+    def __init__(self, scales: Sequence[float], parallel: Parallel, *, dispatcher: str = "alltoall") -> None:
+        super().__init__()
+        first, last = parallel.expert_range(len(scales))
+        shard = torch.tensor(scales[first:last], dtype=torch.float32)
+        mesh = parallel.sparse["ep"]
+        self.scales = nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False))
+        self.logits = nn.Parameter(torch.zeros(len(scales)))
+        self.dispatcher = wire(dispatcher, num_experts=len(scales), group=parallel.ep_group)
+        self.replicate = Replicate(self, parallel, bucket_mb=1.0)
+
+    def forward(self, x_T: Tensor, routing: Routing) -> Tensor:
+        """`[T]` -> `[T]`."""
+        path = RoutedPath(
+            x_T.unsqueeze(1),
+            routing,
+            dispatcher=self.dispatcher,
+            experts=lambda received: scale_rows(received, local(self.scales)),
+        )
+        return run_path(path).squeeze(1)
+
+    def backward(self, loss: Tensor) -> None:
+        """Fresh gradients of `loss`, summed over ranks as in training."""
+        self.replicate.zero()
+        with self.replicate.last_micro_batch():
+            loss.backward()
+
+    def scale_grads(self) -> list[float]:
+        """Of all experts, on every rank."""
+        return full(self.scales.grad).tolist()
+
+    def close(self) -> None:
+        self.replicate.close()
+        self.dispatcher.close()
