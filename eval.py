@@ -34,18 +34,18 @@ def main(argv: list[str]) -> None:
     # One rank: a checkpoint does not depend on how many wrote it.
     cfg.trainer.devices, cfg.trainer.num_nodes, cfg.strategy.expert_parallel_size = 1, 1, "auto"
     cfg.sample = {"num_tokens": int(options["num_tokens"]), "prompt": options["prompt"]}
-    evaluate(cfg, run=run, checkpoint=checkpoint)
+    report(cfg, checkpoint=checkpoint)
 
 
-def evaluate(cfg: DictConfig, *, run: Path, checkpoint: Path) -> None:
+def report(cfg: DictConfig, *, checkpoint: Path) -> None:
     """Prints the validation loss and a sample."""
     layout = check(cfg)
+    from sidestream.evaluate import evaluate
     from sidestream.launch.worker import RankEnv
-    from sidestream.run import evaluate
 
     with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
         env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
-        result = evaluate(cfg, layout=layout, folder=run, env=env, checkpoint=checkpoint)
+        result = evaluate(cfg, layout=layout, env=env, checkpoint=checkpoint)
     print(f"checkpoint {checkpoint}\nval_loss   {result['val_loss']:.4f} nats per token")
     print(f"sample     {cfg.sample.prompt}{result['sample']}")
 
@@ -54,8 +54,8 @@ def _checkpoint(run: Path, given: str) -> Path | None:
     if given:
         found = Path(given).expanduser().absolute()
         return found if found.is_dir() else None
-    found = sorted((run / "checkpoints").glob("step-*/"), key=lambda path: int(path.name.partition("-")[2]))
-    return found[-1] if found else None
+    # Numbers are padded with zeros. A checkpoint that is being written has another name.
+    return max((run / "checkpoints").glob("step-*/"), default=None)
 
 
 if __name__ == "__main__":

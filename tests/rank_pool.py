@@ -63,7 +63,9 @@ class RankPool:
             self._processes.append(process)
         self._collect(DEFAULT_LIMIT_S)
 
-    def run(self, function: Callable[..., Any], *, limit_s: float = DEFAULT_LIMIT_S, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *, limit_s: float = DEFAULT_LIMIT_S, **kwargs: Any
+    ) -> list[Any]:
         """Call `function(rank, world, **kwargs)` on every rank; return the results in rank order."""
         for pipe in self._pipes:
             pipe.send((function, kwargs))

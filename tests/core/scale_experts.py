@@ -40,7 +40,9 @@ def run_path(path: RoutedPath) -> Tensor:
     return path.finish("combine")
 
 
-def wire(name: str, *, num_experts: int, group: Any = None, hidden: int = 1, alignment: int = 1) -> Dispatcher:
+def wire(
+    name: str, *, num_experts: int, group: Any = None, hidden: int = 1, alignment: int = 1
+) -> Dispatcher:
     dispatcher = DISPATCHERS[name]()
     spec = DispatchSpec(num_experts=num_experts, hidden_size=hidden, alignment=alignment)
     dispatcher.wire(group=group, spec=spec, link=NativeLink())

@@ -7,14 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra_plugins.sidestream_launcher.ranks_launcher import Job, _job_return
 from omegaconf import OmegaConf
 
+from hydra_plugins.sidestream_launcher.ranks_launcher import Job, _job_return
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import arguments, entry, failures, resume, stopping, torchrun, worker
+from sidestream.launch import arguments, entry, failures, resume, stopping, supervisor, torchrun, worker
 from sidestream.launch.failures import Failure
+from sidestream.launch.processes import Signals
 from sidestream.launch.record import RESOLVED, Launch
+from sidestream.tracking.folder import RunFolder
 
 LAYOUT = Layout(2, 2, 2, 1, 4, 1, "cpu")
 
@@ -144,6 +146,42 @@ def test_h3_the_cause_is_the_earliest_failure_that_follows_no_other():
     later = Failure(2, 3.0, "ValueError: another")
     assert failures.cause([later, lost, late]) is late
     assert failures.cause([lost]) is lost
+
+
+@pytest.mark.parametrize(
+    ("codes", "killed", "received", "exit_code"),
+    [
+        ((0, 0), (), [], 0),
+        ((0, 0), (), [signal.SIGTERM], 0),  # finished just then
+        ((143, 143), (), [signal.SIGTERM], 143),
+        ((130, 130), (), [signal.SIGINT], 130),
+        ((143, 143), (), [], 143),  # somebody asked one rank; they agreed
+        ((143, -15), (), [], 143),  # a rank was asked before it could listen
+        ((-9, -9), (0, 1), [signal.SIGINT, signal.SIGINT], 130),
+        ((143, -9), (1,), [signal.SIGTERM], 143),
+        ((-9, 143), (), [signal.SIGTERM], 1),  # killed, but not by us
+        ((3, 0), (), [], 1),
+    ],
+)
+def test_exit_code_of_a_run(
+    tmp_path: Path,
+    codes: tuple[int, int],
+    killed: tuple[int, ...],
+    received: list[int],
+    exit_code: int,
+):
+    ranks = [
+        supervisor.Rank(number, process=None, returncode=code, killed=number in killed)
+        for number, code in enumerate(codes)
+    ]
+    signals = Signals()
+    signals.received.extend(received)
+    assert supervisor._conclude(tmp_path, ranks, signals, debug=False) == exit_code
+    status = RunFolder(tmp_path).read_result()
+    if exit_code == 1:
+        assert status["status"] == "failed"
+    elif killed:
+        assert status["status"] == "interrupted"
 
 
 def test_config_errors_of_a_rank_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):

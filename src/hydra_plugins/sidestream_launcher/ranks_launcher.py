@@ -32,10 +32,24 @@ ConfigStore.instance().store(
 )
 
 # Overrides of the sweep itself, not of its jobs.
-_OF_THE_SWEEP = tuple(
-    "hydra.run. hydra.sweep. hydra.mode hydra/launcher hydra.launcher hydra/sweeper hydra.sweeper".split()
+_OF_THE_SWEEP = (
+    "hydra.run.",
+    "hydra.sweep.",
+    "hydra.mode",
+    "hydra/launcher",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra.sweeper",
 )
-_OF_A_RANK = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
+_OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @dataclass

@@ -56,6 +56,14 @@ class DataSource(ABC):
     def load(self) -> Corpus:
         """Opens the corpus, building its cache when there is none. Every rank may call it, at any time."""
 
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Turns a prompt into tokens."""
+
+    @abstractmethod
+    def decode(self, tokens: list[int]) -> str:
+        """Turns generated tokens into text."""
+
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replaces `path` in one step: a reader sees the old file or the whole new one, also after a crash."""

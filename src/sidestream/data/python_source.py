@@ -70,6 +70,14 @@ class PythonSource(DataSource):
                 fix="paths.cache_dir=<such a folder>",
             ) from error
 
+    def encode(self, text: str) -> list[int]:
+        """Bytes of the UTF-8 text."""
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of the bytes; what is no UTF-8 becomes a replacement character."""
+        return bytes(tokens).decode(errors="replace")
+
     def _key(self, root: Path, paths: list[str]) -> str:
         """Names the cache folder: changes with the split and with any source file, without reading them."""
         digest = hashlib.sha256(f"{_FORMAT} {self.val_fraction}\n".encode())

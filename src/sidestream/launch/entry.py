@@ -138,7 +138,6 @@ def start(cfg: DictConfig) -> None:
         layout=layout,
     ).save(folder)
     failures.clear(folder)
-    print(f"run folder: {os.path.relpath(folder)}", flush=True)
     if torchrun.active():
         code = torchrun.lead(resolved, layout=layout, folder=folder)
     elif layout.world_size > 1:

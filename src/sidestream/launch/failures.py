@@ -89,7 +89,7 @@ def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = Fal
     """Shows a failure on stderr, writes result.json and returns the exit code."""
     if failure.traceback and (debug or not failure.config):
         where = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the run"
-        print(f"{where} failed:\n{failure.traceback}", file=sys.stderr)
+        print(f"{where} failed in {folder}:\n{failure.traceback}", file=sys.stderr)
     prefix = "" if failure.config or world_size == 1 else f"rank {failure.rank}: "
     print(f"error: {prefix}{failure.error}", file=sys.stderr, flush=True)
     write_result(folder, error=f"{prefix}{failure.error}", status="failed")

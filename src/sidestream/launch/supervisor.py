@@ -130,6 +130,7 @@ def _kill(running: list[Rank]) -> None:
     for rank in running:
         rank.killed = True
         kill_group(rank.process)
+        rank.returncode = rank.process.returncode
 
 
 def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool) -> int:

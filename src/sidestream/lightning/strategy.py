@@ -23,12 +23,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from sidestream.graph.none import NoGraph
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
 from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.replicate import Replicate
 from sidestream.parallel.step import StepReport, TrainingStep
+from sidestream.parallel.world import join_world, leave_world
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         expert_parallel_size: int,
         bucket_mb: float,
         timeout_seconds: int,
-        graph: Any,
+        graph: NoGraph,
         store: dist.Store | None = None,
     ) -> None:
         timeout = timedelta(seconds=timeout_seconds)
@@ -63,6 +65,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             timeout,
         )
         self._given_store = store
+        self._owns_world = False
         self._parallel: Parallel | None = None
         self._step: TrainingStep | None = None
 
@@ -77,7 +80,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # Not the parent's: it builds a mesh of its own and insists on data x tensor parallel = world.
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
-        join_world(self.env, self.root_device, timeout=self.group_timeout, store=self._given_store)
+        self._owns_world = join_world(
+            self.env, self.root_device, timeout=self.group_timeout, store=self._given_store
+        )
         self._parallel = build_parallel(
             expert_parallel_size=self.expert_parallel_size,
             device_type=self.root_device.type,
@@ -131,7 +136,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """
         step = self._step
         assert step is not None, "begin_training first"
+        first = self.graph.reads is None
         self.graph.run(lambda: step.attempt(sequences))
+        if first and self.graph.reads is not None:
+            found = self.graph.report() or ["no host reads"]
+            log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
         tokens = step.global_batch_size * (sequences.shape[1] - 1)
         report = step.check(tokens=tokens, stop_requested=stop_requested())
         return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
@@ -164,35 +173,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         super().teardown()
 
     def leave_world(self) -> None:
-        """Destroy all groups. After the last use of the model; collective where a barrier is needed to end clean."""
+        """Destroy all groups, if this strategy made the world. After the last use of the model."""
         self._parallel = None
         self._device_mesh = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def join_world(
-    env: RankEnv, device: torch.device, *, timeout: timedelta, store: dist.Store | None = None
-) -> None:
-    """Create the default process group: gloo on CPU, NCCL (and gloo for host tensors) on CUDA.
-
-    Args:
-        env: This rank. `env.store` is a `file://` URL (our launcher: no port that could be taken) or `env://`.
-        device: This rank's device.
-        timeout: Of the default group.
-        store: A store that is already connected (torchrun); instead of `env.store`.
-    """
-    if dist.is_initialized():
-        return
-    options: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size, "timeout": timeout}
-    if store is not None:
-        options["store"] = store
-    else:
-        options["init_method"] = env.store
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+        if self._owns_world:
+            leave_world()
 
 
 def _sync(path: Path) -> None:

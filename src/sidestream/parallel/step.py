@@ -11,6 +11,7 @@ Legend: B local sequences of the step, S tokens per sequence, M sequences per mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class TrainingStep:
             stop=stop > 0,
             bytes_on_wire=int(bytes_on_wire),
         )
-        if not torch.isfinite(torch.tensor(nll)):
+        if not math.isfinite(nll):
             raise FloatingPointError(
                 f"the training loss is {report.loss}; lower optimizer.lr, or raise scheduler.warmup_steps"
             )
@@ -154,7 +155,7 @@ class TrainingStep:
             clip_by_norm(self.params, norm, max_norm)
         optimizer_step()
         with torch.no_grad():
-            for moe, counts in zip(self.model.moe_layers(), report.counts):
-                bias = moe.selection_bias
-                self.model.parts.balance.commit(bias, counts.to(bias.device))
+            on_device = report.counts.to(norm.device)
+            for moe, counts in zip(self.model.moe_layers(), on_device):
+                self.model.parts.balance.commit(moe.selection_bias, counts)
         return norm

@@ -1,0 +1,91 @@
+"""A finished run -> validation loss and a generated sample, on one rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from sidestream import build
+from sidestream.config.compatibility import Layout
+from sidestream.data.corpus import Corpus, DataSource
+from sidestream.data.loaders import val_loader
+from sidestream.launch.worker import RankEnv
+from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.mesh import build_parallel
+from sidestream.parallel.weights import load_weights
+from sidestream.parallel.world import join_world, leave_world
+
+TEMPERATURE = 0.8
+
+
+def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path) -> dict[str, Any]:
+    """Load a checkpoint on one rank and measure it.
+
+    Args:
+        cfg: The run's resolved config for one rank, with `sample.prompt` and `sample.num_tokens`.
+        layout: One rank.
+        env: One rank.
+        checkpoint: A checkpoint folder.
+
+    Returns:
+        `val_loss` in nats per token, over the same sequences as in training; `sample`, the generated text.
+    """
+    device = torch.device("cuda", 0) if layout.device_type == "cuda" else torch.device("cpu")
+    timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
+    owns_world = join_world(env, device, timeout=timeout)
+    try:
+        source: DataSource = build.make(cfg.data)
+        corpus = source.load()
+        parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
+        model = build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device)(parallel)
+        load_weights(model, checkpoint)
+        model.eval()
+        autocast = build.PRECISIONS[cfg.trainer.precision][1] is not None
+        with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = validation_loss(model, cfg, corpus, device)
+            tokens = generate(
+                model,
+                torch.tensor([source.encode(cfg.sample.prompt)], device=device),
+                num_tokens=cfg.sample.num_tokens,
+                context=cfg.data.seq_length,
+                generator=torch.Generator(device).manual_seed(cfg.seed),
+            )
+        model.parts.dispatcher.close()
+    finally:
+        if owns_world:
+            leave_world()
+    return {"val_loss": loss, "sample": source.decode(tokens)}
+
+
+def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, device: torch.device) -> float:
+    """Mean loss in nats per token over the validation sequences that training uses."""
+    batches = val_loader(
+        corpus,
+        seq_length=cfg.data.seq_length,
+        global_batch_size=cfg.data.global_batch_size,
+        rank=0,
+        world_size=1,
+        num_batches=cfg.trainer.limit_val_batches or None,
+    )
+    nll, tokens = 0.0, 0
+    for batch in batches:
+        nll += float(model.loss_sums(batch.to(device)).nll)
+        tokens += batch[:, 1:].numel()
+    return nll / tokens
+
+
+def generate(
+    model: MoETransformer, prompt: Tensor, *, num_tokens: int, context: int, generator: torch.Generator
+) -> list[int]:
+    """Sample `num_tokens` tokens after `prompt` `[1, S]` int64; the model sees the last `context` tokens."""
+    tokens = prompt
+    for _ in range(num_tokens):
+        logits = model(tokens[:, -context:])[:, -1].float() / TEMPERATURE
+        chosen = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)
+        tokens = torch.cat([tokens, chosen], dim=1)
+    return tokens[0, prompt.shape[1] :].tolist()

@@ -1,0 +1,259 @@
+"""Degenerate routing: idle ranks, empty groups, routes to nobody, NaN, ties (cases b1 to b5)."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from sidestream.dispatch.base import Received, Routing
+from sidestream.fusion.grouped import GroupedExperts
+from sidestream.fusion.loop import LoopExperts
+from sidestream.overlap.path import RoutedPath
+from sidestream.routing.balance import AuxLoss
+from sidestream.routing.router import Decision, SoftmaxRouter, top_k_stable
+from tests.core.build_tiny import (
+    DISPATCHERS,
+    FUSIONS,
+    SHAPE,
+    Setup,
+    full,
+    local_batch,
+    make_model,
+    make_optimizer,
+    make_step,
+    parallel_for,
+)
+from tests.core.scale_experts import Scales, routing_of, run_path, scale_rows, wire
+from tests.rank_pool import ranks
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors are filled with NaN, so whoever reads what nobody wrote is found out."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# b1: a rank with no tokens falls out of the backward collective
+
+
+def b1_scales(rank, world, ep):
+    """One step with everything on expert 0, one with balanced routes."""
+    model = Scales([2.0, 3.0], parallel_for(ep))
+    found = []
+    for ids in ([[0], [0], [0], [0]], [[0], [1], [1], [0]]):
+        x = torch.tensor([1.0, 2.0, 3.0, 4.0]).chunk(world)[rank].requires_grad_()
+        routing = routing_of(list(torch.tensor(ids).chunk(world)[rank].tolist()))
+        model.backward((model(x, routing) ** 2).sum() / 4)
+        found.append((x.grad.tolist(), model.scale_grads()))
+        with torch.no_grad():
+            model.scales -= 0.01 * model.scales.grad
+    model.close()
+    return found
+
+
+def test_b1_idle_rank_takes_part_in_backward_and_the_next_step_is_right():
+    (one,) = ranks(1).run(b1_scales, ep=1)
+    assert one[0][1] == [30.0, 0.0]
+    two = ranks(2).run(b1_scales, ep=2)
+    for step in range(2):
+        assert two[0][step][0] + two[1][step][0] == pytest.approx(one[step][0])
+        assert two[0][step][1] == two[1][step][1] == pytest.approx(one[step][1])
+
+
+def b1_model(rank, world, setup):
+    """Two steps of the micro model: all routes to the first half of the experts, then free routing."""
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    optimizer = make_optimizer(setup, step.params)
+    log, steps = [], []
+    if setup.dispatcher == "alltoall":
+        model.parts.dispatcher.channel.on_start = log.append
+    for index, favour in enumerate((100.0, 0.0)):
+        for moe in model.moe_layers():
+            moe.selection_bias.zero_()[: SHAPE.num_experts // 2] = favour
+        step.attempt(local_batch(setup, index, rank, world))
+        steps.append({name: full(p.grad) for name, p in model.named_parameters()})
+        report = step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+        step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
+    return steps, log
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_b1_idle_rank_with_real_experts(fusion, checkpointing):
+    shape = replace(SHAPE, activation_checkpointing=checkpointing)
+    setup = Setup(balance="bias", optimizer="sgd", shape=shape)
+    ((expected, _),) = ranks(1).run(b1_model, setup=setup.with_(dispatcher="local", fusion="loop"))
+    first, second = ranks(2).run(b1_model, setup=setup.with_(ep=2, fusion=fusion))
+    assert first[1] == second[1] and "dispatch.weights.backward" in first[1]
+    for steps, _ in (first, second):
+        for actual, reference in zip(steps, expected):
+            for name, grad in reference.items():
+                assert (actual[name] - grad).abs().max() <= 5e-6 * grad.abs().max(), name
+        idle = steps[0]["blocks.1.moe.experts.w_down"][SHAPE.num_experts // 2 :]
+        assert idle.abs().max() == 0
+
+
+@pytest.mark.parametrize("fusion", [LoopExperts(), GroupedExperts()], ids=lambda f: f.name)
+@pytest.mark.parametrize("host_offsets", [[0, 0, 0], None])
+def test_b1_empty_input_stays_attached(fusion, host_offsets, poisoned_memory):
+    rows, weights = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, requires_grad=True)
+    w_gate_up = torch.randn(3, 8, 16, requires_grad=True)
+    w_down = torch.randn(3, 8, 8, requires_grad=True)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    out = fusion(Received(rows, weights, offsets, host_offsets), w_gate_up, w_down)
+    assert out.shape == (0, 8)
+    out.sum().backward()
+    assert rows.grad.shape == (0, 8) and weights.grad.shape == (0,)
+    assert w_gate_up.grad.abs().max() == 0 and w_down.grad.abs().max() == 0
+
+
+# b3: rows past the last offset of a grouped GEMM are never written
+
+
+@pytest.mark.parametrize("fusion", [LoopExperts(), GroupedExperts()], ids=lambda f: f.name)
+@pytest.mark.parametrize("tail", [NAN, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_b3_tail_rows_never_matter(fusion, tail, dtype, poisoned_memory):
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    rows, weights = randn(8, 16), torch.rand(8, generator=generator)
+    w_gate_up, w_down, up = randn(3, 16, 32), randn(3, 16, 16), randn(8, 16)
+    offsets = torch.tensor([3, 3, 5], dtype=torch.int32)
+
+    def run(rows, weights, up, host_offsets):
+        """Two steps; gradients add up."""
+        leaves = [t.to(d).requires_grad_() for t, d in zip((rows, weights), (dtype, torch.float32))]
+        params = [w.to(dtype).requires_grad_() for w in (w_gate_up, w_down)]
+        for _ in range(2):
+            out = fusion(Received(*leaves, offsets, host_offsets), *params)
+            out.backward(up.to(dtype))
+        return out.detach(), [t.grad for t in leaves], [p.grad for p in params]
+
+    exact_out, exact_inputs, exact_params = run(rows[:5], weights[:5], up[:5], [3, 3, 5])
+    rows[5:], weights[5:], up[5:] = tail, tail, tail
+    out, inputs, params = run(rows, weights, up, None)
+    assert torch.equal(out[:5], exact_out) and out[5:].abs().max() == 0
+    for actual, expected in zip(inputs, exact_inputs):
+        assert torch.equal(actual[:5], expected) and actual[5:].abs().max() == 0
+    for actual, expected in zip(params, exact_params):
+        assert torch.equal(actual, expected) and actual[1].abs().max() == 0
+
+
+# b4: -1 ids, NaN beside them, one expert twice, NaN logits
+
+
+@pytest.fixture
+def dispatch_scales():
+    """Scale experts on one rank. Closing at the end finds a transfer that nobody waited for."""
+    opened = []
+
+    def run(name, x, routing, scales):
+        opened.append(wire(name, num_experts=len(scales)))
+        experts = partial(scale_rows, scales=torch.tensor(scales))
+        return run_path(RoutedPath(x, routing, dispatcher=opened[-1], experts=experts))
+
+    yield run
+    for dispatcher in opened:
+        dispatcher.close()
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_b4_routes_to_nobody_never_matter(name, dispatch_scales):
+    x = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+    weights = torch.tensor([[0.5, NAN], [0.25, 0.75], [0.5, 0.5]], requires_grad=True)
+    routing = Routing(torch.tensor([[0, -1], [1, 0], [-1, -1]]), weights)
+    y = dispatch_scales(name, x, routing, [10.0, 100.0])
+    y.sum().backward()
+    assert y.flatten().tolist() == [5.0, 65.0, 0.0]
+    assert x.grad.flatten().tolist() == [5.0, 32.5, 0.0]
+    assert weights.grad.tolist() == [[10.0, 0.0], [200.0, 20.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_b4_counts_leave_out_routes_to_nobody(name):
+    plan = wire(name, num_experts=2).plan(routing_of([[0, -1], [1, 0], [-1, -1]]))
+    layout = plan.layout if name == "local" else plan.route
+    assert layout.counts.tolist() == [2, 1]
+    if name == "alltoall":
+        assert plan.rows() == 3
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_b4_the_same_expert_twice(name, dispatch_scales):
+    x = torch.tensor([[4.0]], requires_grad=True)
+    y = dispatch_scales(name, x, routing_of([[0, 0]], [[0.5, 0.25]]), [10.0, 100.0])
+    y.sum().backward()
+    assert y.item() == 30.0 and x.grad.item() == 7.5
+
+
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global"])
+def test_b4_auxiliary_loss_takes_routes_to_nobody(scope):
+    ids, probs = torch.tensor([[0, -1], [1, 0]]), torch.full((2, 2), 0.5)
+    decision = Decision(routing_of(ids.tolist()), probs, torch.tensor([2, 1]))
+    loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision, seq_length=2, reduce=None)
+    assert loss.item() == 0.75  # three of four routes
+
+
+def test_b4_a_row_of_nan_logits_keeps_to_itself(dispatch_scales):
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    logits[2] = torch.tensor([1.0, 0.0, -1.0, -1.0])  # {0, 1}, as NaN gives
+    clean = SoftmaxRouter(top_k=2)(logits)
+    logits[2] = NAN
+    dirty = SoftmaxRouter(top_k=2)(logits)
+    assert dirty.routing.expert_ids.min() >= 0 and dirty.routing.expert_ids.max() < 4
+    assert torch.equal(dirty.routing.expert_ids, clean.routing.expert_ids)
+    others = [0, 1, 3, 4]
+    x = torch.randn(5, 1)
+    for name in DISPATCHERS:
+        y = [dispatch_scales(name, x, d.routing, [1.0, 2.0, 3.0, 4.0]) for d in (clean, dirty)]
+        assert torch.equal(y[0][others], y[1][others]) and y[1][2].isnan()
+
+
+def b4_nan_gate(rank, world):
+    setup = Setup(ep=2)
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    with torch.no_grad():
+        model.moe_layers()[0].gate.fill_(NAN)
+    step.attempt(local_batch(setup, 0, rank, world))
+    with pytest.raises(FloatingPointError, match="the training loss is nan"):
+        step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+
+
+def test_b4_a_router_that_is_not_finite_is_reported_on_every_rank():
+    ranks(2).run(b4_nan_gate)
+
+
+def test_b4_row_offsets_are_64_bit():
+    plan = wire("local", num_experts=2).plan(routing_of([[0], [1]]))
+    assert plan.layout.row_of_slot.dtype == plan.layout.slot_of_row.dtype == torch.int64
+
+
+# b5: ties
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (64, 8)])
+def test_b5_ties_go_to_the_lowest_id(num_tokens, num_experts, top_k):
+    logits = torch.zeros(num_tokens, num_experts)
+    expected = torch.arange(top_k).expand(num_tokens, top_k)
+    for _ in range(20):
+        assert torch.equal(SoftmaxRouter(top_k=top_k)(logits).routing.expert_ids, expected)
+
+
+def test_b5_a_tie_break_does_not_bias_unequal_scores():
+    scores = torch.tensor([[0.5, math.nextafter(0.5, 1.0)]], dtype=torch.float64).repeat(1000, 1)
+    assert torch.equal(top_k_stable(scores, 1), torch.ones(1000, 1, dtype=torch.int64))
+    scores = torch.tensor([[0.5, 0.5]]).repeat(1000, 1)
+    scores[:, 1] = torch.nextafter(scores[:, 1], torch.tensor(1.0))
+    assert torch.equal(top_k_stable(scores, 1), torch.ones(1000, 1, dtype=torch.int64))
