@@ -1,5 +1,6 @@
 """Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt="import "]`."""
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -59,6 +60,7 @@ def _checkpoint(run: Path, given: str) -> Path | None:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
     try:
         main(sys.argv[1:])
     except ConfigError as error:

@@ -155,6 +155,11 @@ def test_auto_is_the_largest_group_that_fits(
             "optimizer._target_=os.system: this class is not",
             "if you trust it",
         ),
+        (
+            ["trusted_targets=[nowhere]", "router._target_=nowhere.R"],
+            "router._target_=nowhere.R: nowhere cannot",
+            "",
+        ),
         (["router._target_=sidestreamx.R"], "router._target_=sidestreamx.R: this class is not", ""),
         (["paths.cache_dir=/dev/null/x"], "paths.cache_dir=/dev/null/x: /dev/null cannot be written", ""),
     ],

@@ -37,7 +37,11 @@ def test_lint_and_enabled_exist_in_every_graph_and_overlap_option(compose: Compo
         assert compose(f"overlap={option.stem}").overlap.enabled is True
 
 
-def test_a_users_own_option_may_have_any_keys(compose: Compose, tmp_path: Path):
+def test_a_users_own_option_may_have_any_keys(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_pkg.py").touch()
     router = tmp_path / "router"
     router.mkdir()
     (router / "mine.yaml").write_text("_target_: my_pkg.Router\ntop_k: 3\ntemperature: 0.5\n")

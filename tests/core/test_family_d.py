@@ -135,7 +135,7 @@ def test_d3_choices_equal_fp64():
         ids = decide(moe, x).routing.expert_ids
     exact = (x.double() @ moe.gate.double().t()).topk(8).indices
     differ = (ids.sort(dim=1).values != exact.sort(dim=1).values).any(dim=1)
-    assert differ.float().mean() <= 1e-3  # fp32 rounds 256 products; bf16 logits change 20 % of the rows
+    assert differ.float().mean() <= 1e-4  # a bf16 gate changes 2.5 % of the rows, bf16 probabilities 0.2 %
 
 
 # d5: where and how often the routing weight is applied

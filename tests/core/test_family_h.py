@@ -131,8 +131,8 @@ def test_h6_experts_differ_and_do_not_depend_on_ep(steps):
             assert all(torch.equal(weights, other[name]) for other in results), f"{name}: replicas differ"
             pairs = [(weights[i], weights[j]) for i in range(8) for j in range(i)]
             assert not any(torch.equal(a, b) for a, b in pairs), f"{name}: two experts are the same"
-            # The same numbers at the start; after three steps, up to the order of sums (2e-7 seen).
-            assert (weights - reference[name]).abs().max() <= (2e-6 if steps else 0.0), name
+            # The same numbers at the start; after three steps, up to the order of sums (3e-8 seen).
+            assert (weights - reference[name]).abs().max() <= (5e-7 if steps else 0.0), name
 
 
 def h6_shards(rank, world, steps):

@@ -59,6 +59,7 @@ class Job:
     number: int
     folder: Path
     overrides: list[str]
+    label: str = ""  # the overrides that tell it from the other jobs
     code: int | None = None  # None: not started
     seconds: float = 0.0
     result: dict = field(default_factory=dict)
@@ -76,9 +77,7 @@ class Job:
     def line(self) -> str:
         """Returns the job's line of the console and of the table."""
         loss = "" if self.val_loss is None else f"val_loss {self.val_loss:.4f}"
-        return (
-            f"#{self.number:<3} {self.state:11} {loss:16} {self.seconds:7.1f} s  {' '.join(self.overrides)}"
-        )
+        return f"#{self.number:<3} {self.state:11} {loss:16} {self.seconds:7.1f} s  {self.label}"
 
     def reason(self) -> str:
         """Returns why the job failed, in one line."""
@@ -108,6 +107,9 @@ class RanksLauncher(Launcher):
             why = "a sweep starts the ranks of each job itself"
             raise ConfigError("-m", "", why, expected="no torchrun", fix="run without torchrun")
         pairs = [self._job(list(overrides), initial_job_idx + n) for n, overrides in enumerate(job_overrides)]
+        common = set.intersection(*(set(job.overrides) for job, _ in pairs)) if len(pairs) > 1 else set()
+        for job, _ in pairs:
+            job.label = " ".join(part for part in job.overrides if part not in common)
         print(f"{len(pairs)} jobs in {_short(Path(self.config.hydra.sweep.dir))}", flush=True)
         with Signals() as signals:
             for job, _ in pairs:

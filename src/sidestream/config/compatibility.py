@@ -1,7 +1,9 @@
 """What fits what, decided before any process is started. Pure but for looking at folders and counting GPUs."""
 
+import importlib.util
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,23 +98,33 @@ def moe_blocks(num_layers: int, moe_layers: Any) -> list[int]:
 
 def _check_targets(cfg: DictConfig) -> None:
     trusted = [prefix.rstrip(".") for prefix in (*TRUSTED_TARGETS, *cfg.trusted_targets)]
-
-    def walk(node: Any, key: str) -> None:
-        if isinstance(node, dict | list):
-            for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-                walk(value, f"{key}.{name}" if key else str(name))
-        elif key.endswith("_target_") and not any(f"{node}.".startswith(f"{p}.") for p in trusted):
-            package = str(node).partition(".")[0]
+    # Resolved: an interpolation may name a class too.
+    for key, target in _targets(OmegaConf.to_container(cfg, resolve=True), ""):
+        package = target.partition(".")[0]
+        if not any(f"{target}.".startswith(f"{prefix}.") for prefix in trusted):
             raise ConfigError(
                 key,
-                node,
+                target,
                 "this class is not from a trusted package",
                 expected=f"a class of {', '.join(trusted)}",
                 fix=f"trusted_targets=[{','.join([*cfg.trusted_targets, package])}] if you trust it",
             )
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                key,
+                target,
+                f"{package} cannot be imported",
+                expected="a package that is installed, on PYTHONPATH or in the current folder",
+                fix=f"run from the folder that holds {package}",
+            )
 
-    # Resolved: an interpolation may name a class too.
-    walk(OmegaConf.to_container(cfg, resolve=True), "")
+
+def _targets(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict | list):
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _targets(value, f"{key}.{name}" if key else str(name))
+    elif key.endswith("_target_"):
+        yield key, str(node)
 
 
 def _check_model(model: DictConfig) -> None:

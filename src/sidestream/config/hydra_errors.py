@@ -60,7 +60,9 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
         expected = "key=value, with quotes around spaces and special characters"
         return ConfigError(key, value, why, expected=expected, fix=f"{key}='<value>'")
     if isinstance(error, SearchPathException):
-        return ConfigError("-cd", "", message, expected="an existing folder", fix="run with -cd <folder>")
+        folder = message.partition("'")[2].partition("'")[0]
+        why = "there is no such folder"
+        return ConfigError("-cd", folder, why, expected="an existing folder", fix="run with -cd <folder>")
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
         return unknown_key(error.full_key, typed.get(error.full_key, "..."))
     if isinstance(error, ValidationError) and (found := _WRONG_TYPE.search(message)):

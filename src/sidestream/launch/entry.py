@@ -35,6 +35,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     die_with_parent(signal.SIGTERM)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints and exits before we can explain
     register()
+    sys.path.append(os.getcwd())  # the user's package may lie here
     if torchrun.follows():
         sys.exit(torchrun.follow())
     _typed[:] = sys.argv[1:]
@@ -150,7 +151,6 @@ def start(cfg: DictConfig) -> None:
 
 def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     """Runs a run of one rank in this process and returns its exit code."""
-    sys.path.append(os.getcwd())  # as for started ranks: the user's package may lie here
     with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
         os.environ.update(rank_environment(layout, rank=0, store=Path(scratch) / "store"))
         env = RankEnv.from_environ()

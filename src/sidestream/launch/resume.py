@@ -1,5 +1,6 @@
 """`resume=<folder>`: goes on with a run in its own folder, from the overrides it was started with."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def keep_previous(folder: Path) -> None:
     """Keeps the resolved config of the earlier start as `resolved.<n>.yaml`."""
     resolved = folder / RESOLVED
     earlier = len(list(resolved.parent.glob("resolved.*.yaml")))
-    resolved.rename(resolved.with_name(f"resolved.{earlier}.yaml"))
+    shutil.copy(resolved, resolved.with_name(f"resolved.{earlier}.yaml"))
 
 
 def _decays(flat: dict[str, Any]) -> bool:
