@@ -93,8 +93,10 @@ class RankPool:
                 results[rank] = value
         if errors or waiting:
             self.discard()
-            stuck = f"ranks {sorted(waiting.values())} did not finish in {limit_s:.0f} s" if waiting else ""
-            raise AssertionError("\n".join([*errors, stuck]))
+            if waiting:
+                after = "2 s after the error" if errors else f"{limit_s:.0f} s"
+                errors.append(f"ranks {sorted(waiting.values())} did not finish within {after}")
+            raise AssertionError("\n".join(errors))
         return [results[rank] for rank in range(self.world)]
 
     def discard(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shlex
 import sys
 import warnings
 from dataclasses import replace
@@ -65,7 +66,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     counts = _account(cfg, corpus)
     start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
     if env.rank == 0 and launch is not None:
-        run_folder.write_env(command=launch.command.split())
+        run_folder.write_env(command=shlex.split(launch.command))
         run_folder.write_result(start.as_dict())
     loggers = _loggers(cfg, launch=launch, folder=folder, layout=layout, start=start, rank=env.rank)
     progress = RichProgress(rank=env.rank, log_every_n_steps=cfg.trainer.log_every_n_steps)

@@ -51,7 +51,7 @@ def wire(
 
 def routing_of(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None) -> Routing:
     """Fixed routes; weights are 1 where not given."""
-    ids_TK = torch.tensor(ids, dtype=torch.int64).view(len(ids), -1)
+    ids_TK = torch.tensor(ids, dtype=torch.int64).view(len(ids), len(ids[0]) if ids else 1)
     weights_TK = torch.ones(ids_TK.shape) if weights is None else torch.tensor(weights)
     return Routing(ids_TK, weights_TK)
 

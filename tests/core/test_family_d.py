@@ -166,7 +166,8 @@ def test_d5_weight_is_applied_once_to_the_output(dispatcher, fusion):
 
 
 @pytest.mark.parametrize(
-    ("normalize", "expected"), [(False, [0.625, 0.25]), (True, [0.714286, 0.285714]), ("auto", [0.714286, 0.285714])]
+    ("normalize", "expected"),
+    [(False, [0.625, 0.25]), (True, [0.714286, 0.285714]), ("auto", [0.714286, 0.285714])],
 )
 def test_d5_weights_with_and_without_normalisation(normalize, expected):
     logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])

@@ -23,20 +23,28 @@ def f1_order(rank, world, setup, skew):
     step = make_step(setup, model, world)
     optimizer = make_optimizer(setup, step.params)
     parallel = step.parallel
-    names = {id(getattr(parallel, f"{n}_group")): n for n in ("ep", "edp", "dp")} | {id(parallel.control): "control"}
+    names = {id(getattr(parallel, f"{n}_group")): n for n in ("ep", "edp", "dp")} | {
+        id(parallel.control): "control"
+    }
     pauses, log = random.Random(rank), []
 
     def recorded(operation):
         def record(tensor, *args, **kwargs):
             time.sleep(pauses.random() * 0.003)
             # Row counts differ between ranks, so an exchange is known by its width.
-            shape = tuple(tensor.shape[1:]) if operation.__name__.startswith("all_to_all") else tuple(tensor.shape)
+            shape = (
+                tuple(tensor.shape[1:])
+                if operation.__name__.startswith("all_to_all")
+                else tuple(tensor.shape)
+            )
             log.append((names[id(kwargs["group"])], operation.__name__, shape))
             return operation(tensor, *args, **kwargs)
 
         return record
 
-    patches = [mock.patch.object(dist, op.__name__, recorded(op)) for op in (dist.all_reduce, dist.all_to_all_single)]
+    patches = [
+        mock.patch.object(dist, op.__name__, recorded(op)) for op in (dist.all_reduce, dist.all_to_all_single)
+    ]
     with patches[0], patches[1]:
         for index in range(setup.steps):
             for moe in model.moe_layers():

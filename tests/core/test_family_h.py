@@ -30,7 +30,12 @@ def h1_groups(rank, world, ep):
         parallel = build_parallel(expert_parallel_size=ep, device_type="cpu", timeout=timedelta(seconds=45))
         in_build = len(calls)
         make_model(Setup(ep=ep))  # two MoE layers and a dispatcher: no group of their own
-    groups = {"ep": parallel.ep_group, "edp": parallel.edp_group, "dp": parallel.dp_group, "control": parallel.control}
+    groups = {
+        "ep": parallel.ep_group,
+        "edp": parallel.edp_group,
+        "dp": parallel.dp_group,
+        "control": parallel.control,
+    }
     members, sums = {}, {}
     for name, group in groups.items():
         members[name] = dist.get_process_group_ranks(group)
@@ -89,7 +94,9 @@ def test_h2_experts_that_do_not_divide():
 
 
 def h2_local(rank, world):
-    with pytest.raises(ValueError, match=r"dispatcher=local: .* 2 ranks; set strategy.expert_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"dispatcher=local: .* 2 ranks; set strategy.expert_parallel_size=1"
+    ):
         wire("local", num_experts=8, group=parallel_for(2).ep_group)
 
 

@@ -43,7 +43,10 @@ def test_j2_alignment_does_not_change_the_output(name, fusion):
     def run(alignment):
         dispatcher = wire(name, num_experts=4, hidden=32, alignment=alignment)
         path = RoutedPath(
-            x, routing_of(IDS), dispatcher=dispatcher, experts=lambda received: FUSIONS[fusion]()(received, *weights)
+            x,
+            routing_of(IDS),
+            dispatcher=dispatcher,
+            experts=lambda received: FUSIONS[fusion]()(received, *weights),
         )
         y = run_path(path)
         grads = torch.autograd.grad(y.square().mean(), weights)

@@ -109,7 +109,8 @@ def _check_targets(cfg: DictConfig) -> None:
                 expected=f"a class of {', '.join(trusted)}",
                 fix=f"trusted_targets=[{','.join([*cfg.trusted_targets, package])}] if you trust it",
             )
-        if importlib.util.find_spec(package) is None:
+        own = any(prefix.partition(".")[0] == package for prefix in TRUSTED_TARGETS)
+        if not own and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 key,
                 target,

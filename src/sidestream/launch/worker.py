@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import failures, stopping
+from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import RESOLVED, Launch
 
@@ -57,6 +58,7 @@ def run_rank(
     stopping.install(hard_stop=hard_stop)
     _configure_logging(folder, env)
     _use_cores(cfg.trainer, env)
+    keep_freed_memory()
     try:
         from sidestream.run import train
 

@@ -1,0 +1,126 @@
+"""Expert-major order by brute force, on random routes with and without experts."""
+
+import random
+
+import pytest
+import torch
+
+from sidestream.dispatch.layout import expert_layout, gather_rows, max_slots, sum_routes, unpack_tokens
+
+CASES = [
+    # rows, experts, share of routes to nobody
+    (0, 1, 0.0),
+    (1, 1, 0.0),
+    (1, 4, 1.0),
+    (7, 3, 0.3),
+    (40, 8, 0.0),
+    (40, 8, 0.2),
+    (40, 8, 1.0),
+    (33, 64, 0.1),
+    (200, 5, 0.5),
+]
+
+
+def random_ids(num_rows, num_experts, nobody, seed):
+    rng = random.Random(seed)
+    favourite = rng.randrange(num_experts)  # skew, so that some experts are busy and others idle
+
+    def draw():
+        if rng.random() < nobody:
+            return -1
+        return favourite if rng.random() < 0.5 else rng.randrange(num_experts)
+
+    return [draw() for _ in range(num_rows)]
+
+
+def slow_layout(ids, num_experts, alignment, num_slots):
+    """The rule, spelled out."""
+    row_of_slot, offsets = [], []
+    for expert in range(num_experts):
+        row_of_slot += [row for row, e in enumerate(ids) if e == expert]
+        row_of_slot += [-1] * (-len(row_of_slot) % alignment)
+        offsets.append(len(row_of_slot))
+    return row_of_slot + [-1] * (num_slots - len(row_of_slot)), offsets
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 16])
+@pytest.mark.parametrize(("num_rows", "num_experts", "nobody"), CASES)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_layout_equals_the_rule_spelled_out(num_rows, num_experts, nobody, alignment, spare):
+    for seed in range(20):
+        ids = random_ids(num_rows, num_experts, nobody, seed)
+        slots = max_slots(num_rows, num_experts=num_experts, alignment=alignment) + spare
+        layout = expert_layout(
+            torch.tensor(ids, dtype=torch.int64),
+            num_experts=num_experts,
+            alignment=alignment,
+            num_slots=slots,
+        )
+        row_of_slot, offsets = slow_layout(ids, num_experts, alignment, slots)
+        assert layout.row_of_slot.tolist() == row_of_slot
+        assert layout.offsets.tolist() == offsets and layout.offsets.dtype == torch.int32
+        assert layout.counts.tolist() == [ids.count(expert) for expert in range(num_experts)]
+        # The two maps are inverse to each other and lose no row.
+        slot_of_row = layout.slot_of_row.tolist()
+        assert [row_of_slot[slot] if slot >= 0 else None for slot in slot_of_row] == [
+            row if expert >= 0 else None for row, expert in enumerate(ids)
+        ]
+        assert sorted(row for row in row_of_slot if row >= 0) == [r for r, e in enumerate(ids) if e >= 0]
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_a_tight_buffer_is_enough(alignment):
+    ids = [2, 0, -1, 2, 2]
+    row_of_slot, offsets = slow_layout(ids, 3, alignment, 0)
+    layout = expert_layout(torch.tensor(ids), num_experts=3, alignment=alignment, num_slots=offsets[-1])
+    assert layout.row_of_slot.tolist() == row_of_slot
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment):
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(20):
+        tokens, top_k = seed % 6, 1 + seed % 3
+        ids = torch.tensor(random_ids(tokens * top_k, 4, 0.3, seed), dtype=torch.int64)
+        slots = max_slots(len(ids), num_experts=4, alignment=alignment) + 2
+        layout = expert_layout(ids, num_experts=4, alignment=alignment, num_slots=slots)
+        slot_of_route = layout.slot_of_row.view(tokens, top_k)
+        nobody = (ids.view(tokens, top_k) < 0).all(dim=1)
+
+        # Whole numbers: every sum is exact.
+        x = torch.randint(-9, 9, (tokens, 3), generator=generator).float()
+        x[nobody] = float("nan")
+        x.requires_grad_()
+        rows = unpack_tokens(x, layout.row_of_slot, slot_of_route)
+        for slot, route in enumerate(layout.row_of_slot.tolist()):
+            assert torch.equal(rows[slot], x[route // top_k] if route >= 0 else torch.zeros(3))
+        grad = torch.randint(-9, 9, rows.shape, generator=generator).float()
+        rows.backward(grad)
+        assert torch.equal(x.grad, sum_routes(grad, layout.row_of_slot, slot_of_route))
+
+        back = torch.randint(-9, 9, (slots, 3), generator=generator).float()
+        back[layout.row_of_slot < 0] = float("nan")
+        back.requires_grad_()
+        y = sum_routes(back, layout.row_of_slot, slot_of_route)
+        zero = torch.zeros(3)
+        for token, routes in enumerate(slot_of_route.tolist()):
+            assert torch.equal(y[token], sum((back[slot] for slot in routes if slot >= 0), zero))
+        grad = torch.randint(-9, 9, y.shape, generator=generator).float()
+        y.backward(grad)
+        assert torch.equal(back.grad, unpack_tokens(grad, layout.row_of_slot, slot_of_route))
+
+
+def test_gather_rows_is_its_own_inverse():
+    ids = torch.tensor([1, -1, 0, 1])
+    layout = expert_layout(ids, num_experts=2, alignment=4, num_slots=10)
+    x = torch.tensor([[1.0], [float("nan")], [3.0], [4.0]], requires_grad=True)
+    y = gather_rows(x, layout.row_of_slot, layout.slot_of_row)
+    assert y.flatten().tolist() == [3.0, 0.0, 0.0, 0.0, 1.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+    y.backward(torch.arange(10.0).unsqueeze(1))
+    assert x.grad.flatten().tolist() == [4.0, 0.0, 0.0, 5.0]
+
+
+def test_sum_over_routes_is_fp32():
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
+    y = sum_routes(rows, torch.arange(3), torch.arange(3).view(1, 3))
+    assert y.dtype == torch.bfloat16 and y.item() == 258.0
