@@ -75,7 +75,7 @@ def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, devi
     nll, tokens = 0.0, 0
     for batch in batches:
         nll += float(model.loss_sums(batch.to(device)).nll)
-        tokens += batch[:, 1:].numel()
+        tokens += int(batch.num_targets())
     return nll / tokens
 
 

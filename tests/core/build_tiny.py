@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sidestream.data.batch import Batch
 from sidestream.dispatch.alltoall import AllToAllDispatcher
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.exchange.link import NativeLink, ThrottledLink
@@ -117,9 +118,9 @@ def global_batch(setup: Setup, step: int) -> Tensor:
     return torch.randint(0, setup.shape.vocab_size, size, generator=generator)
 
 
-def local_batch(setup: Setup, step: int, rank: int, world: int) -> Tensor:
+def local_batch(setup: Setup, step: int, rank: int, world: int) -> Batch:
     share = setup.global_batch // world
-    return global_batch(setup, step)[rank * share : (rank + 1) * share]
+    return Batch.of(global_batch(setup, step)[rank * share : (rank + 1) * share])
 
 
 def make_step(setup: Setup, model: MoETransformer, world: int) -> TrainingStep:
@@ -158,7 +159,7 @@ def run_steps(rank: int, world: int, setup: Setup) -> dict[str, Any]:
         step.attempt(local_batch(setup, index, rank, world))
         if index == 0:
             out["grads"] = {name: full(p.grad) for name, p in model.named_parameters()}
-        report = step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+        report = step.check()
         norm = step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
         out["loss"].append(report.loss)
         out["aux"].append(report.aux)

@@ -168,7 +168,7 @@ def bytes_on_wire(rank, world, setup):
     model = make_model(setup)
     step = make_step(setup, model, world)
     step.attempt(local_batch(setup, 0, rank, world))
-    return step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False).bytes_on_wire
+    return step.check().bytes_on_wire
 
 
 @pytest.mark.parametrize(("autocast", "row_bytes"), [(False, 4 * 64), (True, 2 * 64)])

@@ -79,7 +79,7 @@ def b1_model(rank, world, setup):
             moe.selection_bias.zero_()[: SHAPE.num_experts // 2] = favour
         step.attempt(local_batch(setup, index, rank, world))
         steps.append({name: full(p.grad) for name, p in model.named_parameters()})
-        report = step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+        report = step.check()
         step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
     return steps, log
 
@@ -227,7 +227,7 @@ def b4_nan_gate(rank, world):
         model.moe_layers()[0].gate.fill_(NAN)
     step.attempt(local_batch(setup, 0, rank, world))
     with pytest.raises(FloatingPointError, match="the training loss is nan"):
-        step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+        step.check()
 
 
 def test_b4_a_router_that_is_not_finite_is_reported_on_every_rank():

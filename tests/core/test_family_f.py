@@ -50,7 +50,7 @@ def f1_order(rank, world, setup, skew):
             for moe in model.moe_layers():
                 moe.selection_bias.zero_()[: SHAPE.num_experts // 2] = skew
             step.attempt(local_batch(setup, index, rank, world))
-            report = step.check(tokens=setup.global_batch * setup.seq_length, stop_requested=False)
+            report = step.check()
             step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
     return log
 

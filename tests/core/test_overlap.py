@@ -185,6 +185,8 @@ def test_stages_out_of_order_are_refused(calls, message):
     path = RoutedPath(
         torch.ones(2, 1), routing, dispatcher=dispatcher, experts=lambda received: received.rows
     )
+    *before, (method, stage) = calls
+    for earlier, its_stage in before:
+        getattr(path, earlier)(its_stage)
     with pytest.raises(AssertionError, match=message):
-        for method, stage in calls:
-            getattr(path, method)(stage)
+        getattr(path, method)(stage)

@@ -112,25 +112,32 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
         _val(_corpus(), 0, 3)
 
 
+def windows(loader):
+    """The [B, L + 1] windows that the batches were made of."""
+    for batch in loader:
+        assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+        yield torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
+
+
 def test_train_batches_do_not_depend_on_the_world_size():
     corpus = _corpus()
-    whole = list(islice(_train(corpus), 40))
+    whole = list(islice(windows(_train(corpus)), 40))
     assert whole[0].shape == (B, 17)
     assert whole[0].dtype == torch.int64
     for world_size in (2, 4):
-        ranks = [islice(_train(corpus, rank, world_size), 40) for rank in range(world_size)]
+        ranks = [islice(windows(_train(corpus, rank, world_size)), 40) for rank in range(world_size)]
         assert all(torch.equal(torch.cat(parts), batch) for parts, batch in zip(zip(*ranks), whole))
 
 
 def test_the_loader_resumes_through_its_state():
     corpus = _corpus()
-    batches = list(islice(_train(corpus), 10))
+    batches = list(islice(windows(_train(corpus)), 10))
     loader = _train(corpus)
     list(islice(loader, 8))
     loader.commit(6)
     resumed = _train(corpus)
     resumed.load_state_dict(loader.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(islice(resumed, 4), batches[6:]))
+    assert all(torch.equal(a, b) for a, b in zip(islice(windows(resumed), 4), batches[6:]))
 
 
 def test_loaders_leave_the_global_generator_alone():
@@ -143,19 +150,21 @@ def test_loaders_leave_the_global_generator_alone():
 @pytest.mark.parametrize("num_batches", [None, 3, 1000])
 def test_validation_is_the_same_set_for_every_world_size(num_batches):
     corpus = _corpus()
-    whole = list(_val(corpus, num_batches=num_batches))
+    whole = list(windows(_val(corpus, num_batches=num_batches)))
     assert len(whole) == (3 if num_batches == 3 else 15)  # 62 sequences
-    assert all(torch.equal(a, b) for a, b in zip(whole, _val(corpus, num_batches=num_batches)))
+    assert all(torch.equal(a, b) for a, b in zip(whole, windows(_val(corpus, num_batches=num_batches))))
     for world_size in (2, 4):
         loaders = [_val(corpus, rank, world_size, num_batches=num_batches) for rank in range(world_size)]
         assert {len(loader) for loader in loaders} == {len(whole)}
-        assert all(torch.equal(torch.cat(parts), batch) for parts, batch in zip(zip(*loaders), whole))
+        assert all(
+            torch.equal(torch.cat(parts), batch) for parts, batch in zip(zip(*map(windows, loaders)), whole)
+        )
 
 
 def test_validation_is_spread_over_the_split_without_repeats():
     val = np.repeat(np.arange(50, dtype=np.uint8), 16)
     corpus = Corpus("x", 256, val, val, "sum")
-    firsts = torch.cat(list(_val(corpus, num_batches=3)))[:, 0].tolist()
+    firsts = torch.cat(list(windows(_val(corpus, num_batches=3))))[:, 0].tolist()
     assert len(set(firsts)) == 12
     assert firsts == sorted(firsts)
     assert firsts[-1] > 40

@@ -48,13 +48,15 @@ def compose_run(overrides: list[str], *, world: int) -> tuple[Any, Layout]:
     return OmegaConf.to_container(cfg, resolve=True), layout
 
 
-def fit(folder: Path, *overrides: str, world: int = 2, limit_s: float = 90, **hooks: Any) -> list[dict[str, Any]]:
+def fit(
+    folder: Path, *overrides: str, world: int = 2, limit_s: float = 90, **hooks: Any
+) -> list[dict[str, Any]]:
     """Train; return each rank's result. `hooks` go to `train_one`."""
     cfg, layout = compose_run(list(overrides), world=world)
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    Launch(
-        command="python train.py", overrides=[], flags=[], choices={"model": "tiny"}, layout=layout
-    ).save(folder)
+    Launch(command="python train.py", overrides=[], flags=[], choices={"model": "tiny"}, layout=layout).save(
+        folder
+    )
     return ranks(world).run(
         train_one, limit_s=limit_s, cfg=cfg, layout=asdict(layout), folder=str(folder), **hooks
     )

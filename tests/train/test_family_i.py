@@ -129,6 +129,8 @@ def test_every_choice_trains(fusion: str, dispatcher: str, tmp_path: Path) -> No
     assert first["status"] == "finished"
 
 
-@pytest.mark.parametrize("options", [["model=tiny_dense"], ["scheduler=cosine"], ["scheduler=constant"], ["optimizer=sgd"]])
+@pytest.mark.parametrize(
+    "options", [["model=tiny_dense"], ["scheduler=cosine"], ["scheduler=constant"], ["optimizer=sgd"]]
+)
 def test_other_options_train(options: list[str], tmp_path: Path) -> None:
     assert fit(tmp_path, *options)[0]["status"] == "finished"

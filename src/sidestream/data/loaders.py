@@ -1,4 +1,4 @@
-"""Loaders over a corpus. Batch: int64 [B / W, L + 1] for B sequences a step, W ranks, L tokens a sequence."""
+"""Loaders over a corpus. A batch has B / W sequences of L tokens, for B sequences a step and W ranks."""
 
 import numpy as np
 import torch
@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from sidestream.config.errors import ConfigError
+from sidestream.data.batch import Batch
 from sidestream.data.corpus import Corpus
 from sidestream.data.sampler import StepSampler
 from sidestream.data.sequences import SequenceDataset
@@ -16,7 +17,7 @@ class StatefulLoader(DataLoader[Tensor]):
 
     def __init__(self, dataset: SequenceDataset, sampler: StepSampler) -> None:
         # No worker processes: the state is then exact, and a window is only a copy of a few hundred bytes.
-        super().__init__(dataset, batch_sampler=sampler, generator=_own_generator())
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, generator=_own_generator())
         self.step_sampler = sampler
 
     def commit(self, next_step: int) -> None:
@@ -107,7 +108,12 @@ def val_loader(
     batches = full if num_batches is None else min(num_batches, full)
     chosen = np.arange(batches * global_batch_size) * len(dataset) // (batches * global_batch_size)
     mine = chosen.reshape(batches, world_size, -1)[:, rank]
-    return DataLoader(dataset, batch_sampler=mine.tolist(), generator=_own_generator())
+    return DataLoader(dataset, batch_sampler=mine.tolist(), collate_fn=collate, generator=_own_generator())
+
+
+def collate(windows: list[Tensor]) -> Batch:
+    """Stacks windows `[S + 1]` into a batch."""
+    return Batch.of(torch.stack(windows))
 
 
 def _own_generator() -> torch.Generator:

@@ -24,10 +24,12 @@ class Routing:
     Attributes:
         expert_ids: `[T, K]` int64, global expert ids; -1 means "no route", its weight is never read.
         weights: `[T, K]` fp32.
+        complete: Promise that no id is -1, which saves the passes that deal with missing routes.
     """
 
     expert_ids: Tensor
     weights: Tensor
+    complete: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`HostReadLint`: every place where a step makes the host wait for the device, with file and line.
 
     with HostReadLint() as lint:
-        step.attempt(sequences)      # forward and backward
+        step.attempt(batch)          # forward and backward
     for line in summarize(lint.reads):
         print(line)                  # dispatch/alltoall.py:53 tolist (forward, 2x)
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
 from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
@@ -116,8 +117,8 @@ class SidestreamModule(LightningModule):
         self._seed_rank()
         self.recorder.begin(step=self.global_step)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        """One optimizer step. `batch` is `[B, S + 1]` int64, this rank's share of the global batch."""
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         lr = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         self.recorder.start_step()
@@ -143,12 +144,12 @@ class SidestreamModule(LightningModule):
     def on_validation_start(self) -> None:
         self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Add the loss of `[B, S + 1]` int64 to the sums."""
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add the loss of this rank's share to the sums."""
         assert self._val is not None
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.autocast):
             nll = self.model.loss_sums(batch).nll
-        self._val += torch.stack([nll.double(), torch.tensor(float(batch[:, 1:].numel()), device=nll.device)])
+        self._val += torch.stack([nll.double(), batch.num_targets().double()])
 
     @override
     def on_validation_end(self) -> None:

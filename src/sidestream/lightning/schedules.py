@@ -45,9 +45,7 @@ class Cosine(Constant):
 class WSD(Cosine):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM): linear to `min_ratio` over the last `decay_fraction`."""
 
-    def __init__(
-        self, *, max_steps: int, warmup_steps: int, min_ratio: float, decay_fraction: float
-    ) -> None:
+    def __init__(self, *, max_steps: int, warmup_steps: int, min_ratio: float, decay_fraction: float) -> None:
         super().__init__(max_steps=max_steps, warmup_steps=warmup_steps, min_ratio=min_ratio)
         self.decay_steps = max(1, round(max_steps * decay_fraction))
 

@@ -1,10 +1,10 @@
 """`strategy=replicate`: groups, gradient reduction, the step, checkpoints.
 
-    setup_environment   process group with a time-out, meshes                       (every group is made here)
-    begin_training      gradients become views of flat storage; ranks compare their copies
-    run_step            attempt, check, commit
-    save_checkpoint     shards beside, fsync, rename
-    teardown            hooks, dispatcher, then the groups, in this order
+setup_environment   process group with a time-out, meshes                       (every group is made here)
+begin_training      gradients become views of flat storage; ranks compare their copies
+run_step            attempt, check, commit
+save_checkpoint     shards beside, fsync, rename
+teardown            hooks, dispatcher, then the groups, in this order
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from sidestream.data.batch import Batch
 from sidestream.graph.none import NoGraph
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
@@ -123,13 +123,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     def run_step(
         self,
-        sequences: Tensor,
+        batch: Batch,
         *,
         optimizer_step: Callable[[], object],
         max_norm: float | None,
         stop_requested: Callable[[], bool],
     ) -> tuple[StepReport, Tensor]:
-        """One step on the local sequences `[B, S + 1]`: attempt, check, commit.
+        """One step on this rank's share of the global batch: attempt, check, commit.
 
         Returns:
             The report, and the gradient norm before clipping (fp32, on the device).
@@ -137,12 +137,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         step = self._step
         assert step is not None, "begin_training first"
         first = self.graph.reads is None
-        self.graph.run(lambda: step.attempt(sequences))
+        self.graph.run(lambda: step.attempt(batch))
         if first and self.graph.reads is not None:
             found = self.graph.report() or ["no host reads"]
             log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
-        tokens = step.global_batch_size * (sequences.shape[1] - 1)
-        report = step.check(tokens=tokens, stop_requested=stop_requested())
+        report = step.check(stop_requested=stop_requested())
         return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
 
     @override

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from sidestream.model.config import ModelShape
+from sidestream.model.context import TokenContext
 from sidestream.model.layers import Attention, RMSNorm, SwiGLU, run
 from sidestream.model.moe import Ledger, MoE, MoEParts
 from sidestream.overlap.path import Schedule
@@ -21,9 +22,10 @@ class _AttentionBranch(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.recompute = shape.activation_checkpointing
 
-    def attention(self, h: Tensor) -> Tensor:
+    def attention(self, h: Tensor, context: TokenContext) -> Tensor:
         """What attention adds to the residual stream `h` `[B, S, H]`."""
-        return self.dropout(run(self.self_attention, self.attention_norm(h), recompute=self.recompute))
+        added = run(self.self_attention, self.attention_norm(h), context, recompute=self.recompute)
+        return self.dropout(added)
 
 
 class DenseBlock(_AttentionBranch):
@@ -34,9 +36,9 @@ class DenseBlock(_AttentionBranch):
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.ffn = SwiGLU(shape.hidden_size, shape.ffn_hidden_size)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, context: TokenContext) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""
-        a = h + self.attention(h)
+        a = h + self.attention(h, context)
         return a + self.dropout(run(self.ffn, self.norm(a), recompute=self.recompute))
 
 
@@ -51,6 +53,6 @@ class MoEUnit(_AttentionBranch):
         self.moe = MoE(shape, parts, layer=layer, ledger=ledger)
         self.schedule = schedule
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, context: TokenContext) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""
-        return self.schedule(self, h)
+        return self.schedule(self, h, context)

@@ -5,12 +5,15 @@ Legend: B sequences, S tokens, H features, N heads, G key-value heads, D feature
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sidestream.model.config import ModelShape
+from sidestream.model.context import PLAIN, TokenContext
 
 
 class RMSNorm(nn.Module):
@@ -55,18 +58,25 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext = PLAIN) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""
         batch, seq, _ = x.shape
         if self._rope is None or self._rope[0].shape[0] < seq or self._rope[0].device != x.device:
             with torch.inference_mode(False):  # made in validation, used in training
                 self._rope = rope_tables(seq, self.head_dim, self.theta, x.device)
         cos, sin = self._rope[0][:seq], self._rope[1][:seq]
+        if context.positions is not None:  # [B, S, D / 2] -> [B, 1, S, D / 2], the same for all heads
+            cos, sin = cos[context.positions].unsqueeze(1), sin[context.positions].unsqueeze(1)
         heads = self.qkv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
+            q,
+            k,
+            v,
+            attn_mask=context.mask,
+            is_causal=context.mask is None,
+            enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -84,11 +94,11 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def run(module: nn.Module, x: Tensor, *, recompute: bool) -> Tensor:
+def run(module: nn.Module, *inputs: Any, recompute: bool) -> Tensor:
     """Call a module; with `recompute` its activations are dropped and computed again in backward.
 
     Only for modules that hold no exchange and no routing: repeating those would repeat collectives.
     """
     if recompute and torch.is_grad_enabled():
-        return checkpoint(module, x, use_reentrant=False)
-    return module(x)
+        return checkpoint(module, *inputs, use_reentrant=False)
+    return module(*inputs)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from sidestream.dispatch.base import Dispatcher, Received
 from sidestream.fusion.base import Fusion
 from sidestream.model.config import ModelShape
+from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import SwiGLU, run
 from sidestream.overlap.path import RoutedPath
 from sidestream.routing.balance import AllReduce, Balance
@@ -118,14 +119,14 @@ class MoE(nn.Module):
         # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
 
-    def routed_path(self, x: Tensor) -> RoutedPath:
+    def routed_path(self, x: Tensor, context: TokenContext = PLAIN) -> RoutedPath:
         """Route `x` `[B, S, H]` and return the path, nothing of which has started but the exchange of counts."""
         seq_length = x.shape[1]
         x_TH = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             logits_TE = x_TH.float() @ self.gate.float().t()
             bias = self.selection_bias if self.parts.balance.uses_bias else None
-            decision = self.parts.router(logits_TE, selection_bias=bias)
+            decision = self.parts.router(logits_TE, selection_bias=bias, valid=context.valid)
             if self.training:
                 self.ledger.counts[self.layer] += decision.counts
                 aux = self.parts.balance.loss(decision, seq_length=seq_length, reduce=self.parts.reduce)

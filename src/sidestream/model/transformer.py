@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sidestream.data.batch import IGNORE, Batch
 from sidestream.model.block import DenseBlock, MoEUnit
 from sidestream.model.config import ModelShape
+from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import RMSNorm
 from sidestream.model.moe import Ledger, MoE, MoEParts
 from sidestream.overlap.path import Schedule
@@ -50,17 +52,19 @@ class MoETransformer(nn.Module):
         self.final_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, context: TokenContext = PLAIN) -> Tensor:
         """`[B, S]` int64 -> logits `[B, S, V]`."""
         h = self.dropout(self.embedding(tokens))
         for block in self.blocks:
-            h = block(h)
+            h = block(h, context)
         return self.head(self.final_norm(h))
 
-    def loss_sums(self, sequences: Tensor) -> LossSums:
-        """Sum the next-token loss over `sequences` `[B, S + 1]` int64."""
-        logits = self(sequences[:, :-1])
-        nll = F.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].reshape(-1), reduction="sum")
+    def loss_sums(self, batch: Batch) -> LossSums:
+        """Sum the next-token loss over the targets of `batch`."""
+        logits = self(batch.inputs, TokenContext.of(batch.segments))
+        nll = F.cross_entropy(
+            logits.flatten(0, 1).float(), batch.targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
+        )
         return LossSums(nll, self.ledger.take_aux())
 
     def moe_layers(self) -> list[MoE]:

@@ -10,6 +10,7 @@ from sidestream.overlap.fork import fork
 
 if TYPE_CHECKING:
     from sidestream.model.block import MoEUnit
+    from sidestream.model.context import TokenContext
 
 
 class NoOverlap:
@@ -25,10 +26,10 @@ class NoOverlap:
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
 
-    def __call__(self, unit: MoEUnit, h: Tensor) -> Tensor:
-        a = h + unit.attention(h)
+    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
+        a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)
-        path = unit.moe.routed_path(tap)
+        path = unit.moe.routed_path(tap, context)
         path.start("dispatch")
         path.finish("dispatch")
         path.run("experts")

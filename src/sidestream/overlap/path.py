@@ -17,8 +17,8 @@ class Schedule(Protocol):
     enabled: bool
     changes_model: bool
 
-    def __call__(self, unit: Any, h: Tensor) -> Tensor:
-        """Run the unit on the residual stream `h` `[B, S, H]`."""
+    def __call__(self, unit: Any, h: Tensor, context: Any) -> Tensor:
+        """Run the unit on the residual stream `h` `[B, S, H]`; `context` is the batch's `TokenContext`."""
         ...
 
 

@@ -6,13 +6,13 @@
 
 Nothing that lasts changes before commit.
 
-Legend: B local sequences of the step, S tokens per sequence, M sequences per micro-batch.
+Legend: M sequences per micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sidestream.data.batch import Batch
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.clip import clip_by_norm, global_norm
 from sidestream.parallel.mesh import Parallel
@@ -82,6 +83,7 @@ class TrainingStep:
         device = self.params[0].device
         self._nll = torch.zeros((), dtype=torch.float64, device=device)
         self._aux = torch.zeros((), dtype=torch.float64, device=device)
+        self._targets = torch.zeros((), dtype=torch.float64, device=device)
         self._bytes_before = 0
 
     def precision(self) -> AbstractContextManager[object]:
@@ -90,36 +92,40 @@ class TrainingStep:
             return nullcontext()
         return torch.autocast(self._nll.device.type, dtype=torch.bfloat16)
 
-    def micro_batches(self, sequences: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Yield `[M, S + 1]` slices of the local sequences and whether the slice is the last."""
-        chunks = sequences.split(self.micro_batch_size)
-        for index, chunk in enumerate(chunks):
-            yield chunk, index == len(chunks) - 1
+    def count_targets(self, batch: Batch) -> Tensor:
+        """Targets of the global batch, scalar fp64 on the device. A collective only for data with padding."""
+        if batch.segments is None:
+            return torch.full_like(self._targets, self.global_batch_size * batch.seq_length)
+        targets = batch.num_targets().double()
+        if self.parallel.world_size > 1:
+            dist.all_reduce(targets, group=self.parallel.control)
+        return targets.clamp(min=1)
 
-    def attempt(self, sequences: Tensor) -> None:
-        """Forward, backward and reduction of the local sequences `[B, S + 1]` int64."""
+    def attempt(self, batch: Batch) -> None:
+        """Forward, backward and reduction of this rank's share of the global batch."""
         self.replicate.zero()
         self.model.ledger.begin_attempt()
         self._nll.zero_()
         self._aux.zero_()
         self._bytes_before = self.model.parts.dispatcher.bytes_sent()
-        tokens = self.global_batch_size * (sequences.shape[1] - 1)
+        self._targets.copy_(self.count_targets(batch))
         coefficient = self.model.parts.balance.coefficient
-        for chunk, is_last in self.micro_batches(sequences):
+        micro_batches = batch.split(self.micro_batch_size)
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
             with self.precision():
-                sums = self.model.loss_sums(chunk)
+                sums = self.model.loss_sums(micro_batch)
             # Divided once, by the global counts; every reduction afterwards is a plain sum.
-            loss = sums.nll / tokens + sums.aux * (coefficient / self.global_batch_size)
+            loss = sums.nll / self._targets.float() + sums.aux * (coefficient / self.global_batch_size)
             self._nll += sums.nll.detach()
             self._aux += sums.aux.detach()
             with self.replicate.last_micro_batch() if is_last else nullcontext():
                 loss.backward()
 
-    def check(self, *, tokens: int, stop_requested: bool) -> StepReport:
+    def check(self, *, stop_requested: bool = False) -> StepReport:
         """Reduce what the ranks report and read it: the only host read of a step outside the dispatchers.
 
         Args:
-            tokens: Tokens of the global batch.
             stop_requested: This rank wants to stop after this step.
 
         Raises:
@@ -131,9 +137,9 @@ class TrainingStep:
         packed = torch.cat([torch.stack([self._nll, self._aux]), header, counts.double().view(-1)])
         if self.parallel.world_size > 1:
             dist.all_reduce(packed, group=self.parallel.control)
-        nll, aux, stop, bytes_on_wire, *flat = packed.tolist()
+        targets, nll, aux, stop, bytes_on_wire, *flat = torch.cat([self._targets.view(1), packed]).tolist()
         report = StepReport(
-            loss=nll / tokens,
+            loss=nll / targets,
             aux=aux / self.global_batch_size,
             counts=torch.tensor(flat, dtype=torch.int64).view(counts.shape),
             stop=stop > 0,

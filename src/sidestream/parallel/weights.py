@@ -37,4 +37,6 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
             f"checkpoint={checkpoint}: it is of another model ({len(missing)} tensors missing, {len(extra)} unknown, "
             f"{len(shapes)} of another shape, first: {first})"
         )
-    dcp.load({"state_dict": {f"model.{name}": value for name, value in wanted.items()}}, checkpoint_id=checkpoint)
+    dcp.load(
+        {"state_dict": {f"model.{name}": value for name, value in wanted.items()}}, checkpoint_id=checkpoint
+    )

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from sidestream.routing.router import Decision
+from sidestream.routing.router import Decision, count_routes
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -85,38 +85,43 @@ class AuxLoss:
         return None
 
 
+def _num_tokens(decision: Decision, groups: int) -> Tensor | int:
+    """Valid tokens of each of `groups` equal parts: `[G, 1]` fp32, at least 1, or a number if there is no padding."""
+    if decision.valid is None:
+        return decision.probs.shape[0] // groups
+    return decision.valid.view(groups, -1).sum(dim=1, keepdim=True).clamp(min=1).to(torch.float32)
+
+
 def _sequence_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
-    num_experts = decision.probs.shape[1]
-    ids_BR = decision.routing.expert_ids.reshape(decision.probs.shape[0] // seq_length, -1)
-    # The last column takes the routes to no expert (-1) and is cut off.
-    counts_BE = torch.zeros(ids_BR.shape[0], num_experts + 1, dtype=torch.int64, device=ids_BR.device)
-    counts_BE.scatter_add_(1, torch.where(ids_BR < 0, num_experts, ids_BR), torch.ones_like(ids_BR))
-    probs_BE = decision.probs.view(-1, seq_length, num_experts).sum(dim=1)
-    top_k = decision.routing.expert_ids.shape[1]
-    return switch_loss(probs_BE, counts_BE[:, :-1], num_tokens=seq_length, top_k=top_k).sum()
+    num_tokens, num_experts = decision.probs.shape
+    sequences, top_k = num_tokens // seq_length, decision.routing.expert_ids.shape[1]
+    counts_BE = count_routes(decision.routing.expert_ids.reshape(sequences, -1), num_experts)
+    probs_BE = decision.probs.view(sequences, seq_length, num_experts).sum(dim=1)
+    return switch_loss(probs_BE, counts_BE, num_tokens=_num_tokens(decision, sequences), top_k=top_k).sum()
 
 
 def _micro_batch_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
     num_tokens, top_k = decision.routing.expert_ids.shape
-    loss = switch_loss(decision.probs.sum(0), decision.counts, num_tokens=num_tokens, top_k=top_k)
-    return loss * (num_tokens // seq_length)
+    valid = _num_tokens(decision, 1)
+    loss = switch_loss(decision.probs.sum(0, keepdim=True), decision.counts, num_tokens=valid, top_k=top_k)
+    return loss.sum() * (num_tokens // seq_length)
 
 
 def _global_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
+    if reduce is None:
+        return _micro_batch_scope(decision, seq_length, None)
     num_tokens, top_k = decision.routing.expert_ids.shape
     probs, counts = decision.probs.sum(0), decision.counts
-    local_sequences = num_tokens // seq_length
-    if reduce is None:
-        return switch_loss(probs, counts, num_tokens=num_tokens, top_k=top_k) * local_sequences
-    packed = torch.cat([counts.to(torch.float32), probs.detach(), probs.new_full((1,), float(num_tokens))])
-    packed = reduce(packed)
-    total = packed[-1]
+    valid = num_tokens if decision.valid is None else decision.valid.sum()
+    header = torch.stack([probs.new_full((), num_tokens // seq_length), probs.new_ones(()) * valid])
+    packed = reduce(torch.cat([header, counts.to(torch.float32), probs.detach()]))
+    sequences, total = packed[0], packed[1].clamp(min=1)
     # The fractions and the other ranks' probabilities are constants; the gradient flows through the local ones.
-    probs = probs + (packed[counts.numel() : -1] - probs.detach())
-    loss = switch_loss(probs, packed[: counts.numel()], num_tokens=total, top_k=top_k)
+    probs = probs + (packed[2 + counts.numel() :] - probs.detach())
+    loss = switch_loss(probs, packed[2 : 2 + counts.numel()], num_tokens=total, top_k=top_k)
     # Every rank holds the whole loss: its value counts in proportion to the rank's share, its gradient in full,
     # because no other rank has the gradient of these probabilities (case a6).
-    return loss.detach() * local_sequences + (loss - loss.detach()) * (total / seq_length)
+    return loss.detach() * (num_tokens // seq_length) + (loss - loss.detach()) * sequences
 
 
 _SCOPES: dict[str, Callable[[Decision, int, AllReduce | None], Tensor]] = {

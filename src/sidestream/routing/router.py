@@ -20,13 +20,15 @@ class Decision:
 
     Attributes:
         routing: Expert ids and weights.
-        probs: `[T, E]` fp32, scores over all experts, differentiable.
+        probs: `[T, E]` fp32, scores over all experts, differentiable; zero on padding.
         counts: `[E]` int64, routes per expert of the local tokens.
+        valid: `[T]` bool, False on padding; None: no padding.
     """
 
     routing: Routing
     probs: Tensor
     counts: Tensor
+    valid: Tensor | None = None
 
 
 class Router(Protocol):
@@ -34,7 +36,9 @@ class Router(Protocol):
 
     top_k: int
 
-    def __call__(self, logits: Tensor, *, selection_bias: Tensor | None = None) -> Decision: ...
+    def __call__(
+        self, logits: Tensor, *, selection_bias: Tensor | None = None, valid: Tensor | None = None
+    ) -> Decision: ...
 
 
 def top_k_stable(scores: Tensor, k: int) -> Tensor:
@@ -71,15 +75,18 @@ class SoftmaxRouter:
                 "expected top_k > 1; set router.normalize=auto"
             )
 
-    def __call__(self, logits: Tensor, *, selection_bias: Tensor | None = None) -> Decision:
+    def __call__(
+        self, logits: Tensor, *, selection_bias: Tensor | None = None, valid: Tensor | None = None
+    ) -> Decision:
         """Route.
 
         Args:
             logits: `[T, E]` fp32.
             selection_bias: `[E]` fp32, added for the choice only; weights stay unbiased.
+            valid: `[T]` bool, False on padding, which gets no route and no weight.
 
         Returns:
-            The decision; expert ids are `-1 < id < E` also for rows that are not finite.
+            The decision; ids of valid tokens are `-1 < id < E` also where the logits are not finite.
         """
         assert logits.dtype == torch.float32, f"router logits must be fp32, got {logits.dtype}"
         probs = torch.softmax(logits, dim=-1)
@@ -88,7 +95,17 @@ class SoftmaxRouter:
         weights = probs.gather(1, ids)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        flat = ids.reshape(-1)
-        counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        return Decision(Routing(ids, weights), probs, counts)
+        complete = valid is None
+        if valid is not None:
+            ids = torch.where(valid.unsqueeze(1), ids, -1)
+            probs = torch.where(valid.unsqueeze(1), probs, 0.0)
+        counts = count_routes(ids.unsqueeze(0), logits.shape[1]).squeeze(0)
+        return Decision(Routing(ids, weights, complete=complete), probs, counts, valid)
+
+
+def count_routes(ids: Tensor, num_experts: int) -> Tensor:
+    """Routes per expert of each group of tokens: ids `[G, ...]` int64, -1 = none -> `[G, E]` int64."""
+    flat = ids.reshape(ids.shape[0], -1)
+    counts = torch.zeros(ids.shape[0], num_experts + 1, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(1, torch.where(flat < 0, num_experts, flat), torch.ones_like(flat))
+    return counts[:, :num_experts]

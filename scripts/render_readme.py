@@ -1,0 +1,147 @@
+"""Writes the result table of README.md and docs/loss.png from the committed files in docs/results/.
+
+python scripts/render_readme.py                                the same as `make readme`
+python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from plot_loss import main as plot_loss
+
+from sidestream.tracking.folder import write_json_atomic, write_text_atomic
+
+REPOSITORY = Path(__file__).parents[1]
+README = REPOSITORY / "README.md"
+PICTURE = REPOSITORY / "docs" / "loss.png"
+RESULTS = REPOSITORY / "docs" / "results"
+RESULT = RESULTS / "default_run.json"  # result.json of the run, unchanged
+METRICS = RESULTS / "default_run_metrics.jsonl"  # its metrics.jsonl, unchanged
+MACHINE = RESULTS / "default_run_machine.json"  # what of its env.json the table needs, and how long it took
+BEGIN, END = "<!-- default_run begin: written by `make readme` -->", "<!-- default_run end -->"
+DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="take the files of this finished run first"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.run is not None:
+            take(arguments.run)
+        write_text_atomic(README, render(README.read_text(encoding="utf-8")))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    draw(PICTURE)
+    print(README, PICTURE, sep="\n")
+    return 0
+
+
+def take(run: Path) -> None:
+    """Copies the files of a run to docs/results/.
+
+    Raises:
+        ValueError: the folder holds no run, or not one that finished at its first start.
+    """
+    if not (run / "result.json").exists() or not (run / "env.json").exists():
+        raise ValueError(f"run={run}: no result.json and env.json in it; expected the folder of a run")
+    result, env = (
+        json.loads((run / name).read_text(encoding="utf-8")) for name in ("result.json", "env.json")
+    )
+    if result["status"] != "finished" or env["previous"]:
+        raise ValueError(
+            f"run={run}: status {result['status']}, {len(env['previous'])} resumes; expected one whole run"
+        )
+    kept: dict[str, Any] = {
+        name: env[name] for name in ("started", "python", "cpu", "cpu_count", "environment")
+    }
+    # Written last by the run: from the start of rank 0 to the result, with data, validation and checkpoints.
+    ended = (run / "result.json").stat().st_mtime
+    kept["seconds"] = round(ended - datetime.fromisoformat(env["started"]).timestamp())
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(run / "result.json", RESULT)
+    shutil.copyfile(run / "metrics.jsonl", METRICS)
+    write_json_atomic(MACHINE, kept)
+
+
+def render(readme: str) -> str:
+    """Returns the README with the table between the two marks replaced.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md: no '{BEGIN}' followed by '{END}'; expected both, on lines of their own")
+    result, machine = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, MACHINE))
+    return f"{before}{BEGIN}\n{table(result, machine)}\n{END}{after}"
+
+
+def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
+    """Returns the Markdown table of a run."""
+    metrics, on_gpu = result["metrics"], result["device"] == "cuda"
+    baselines = metrics["baselines"]
+    backend = {"torch": "torch.distributed, NCCL" if on_gpu else "torch.distributed, gloo"}
+    emulated = "nothing" if result["link"] == "native" else f"the wire (link={result['link']})"
+    versions = f"torch {result['versions']['torch']}, Python {machine['python']}"
+    rows = {
+        "command": f"`{result['command']}`",
+        "hardware": f"{machine['cpu']}, {machine['cpu_count']} CPU cores{'' if on_gpu else ', no GPU used'}",
+        "software": f"commit `{_commit(result['commit'])}`, {versions}, {result['precision']}",
+        "ranks": f"{result['world_size']} on one machine, expert parallel {result['expert_parallel_size']}",
+        "transport": backend.get(result["transport"], str(result["transport"])),
+        "emulated": emulated,
+        "validation loss": f"**{metrics['val_loss']:.3f}** nats per byte after {metrics['tokens']:,} tokens",
+        "count models": f"bigram {baselines['bigram']:.3f}, trigram {baselines['trigram']:.3f} nats per byte",
+        "speed": f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['step_ms']:.0f} ms per step (median)",
+        "time": f"{machine['seconds']} s from start to result",
+    }
+    return "\n".join(
+        ["| default run | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())]
+    )
+
+
+def _commit(commit: str | None) -> str:
+    name, _, dirty = (commit or "unknown").partition("-")
+    return name[:12] + (f"-{dirty}" if dirty else "")
+
+
+def draw(picture: Path) -> None:
+    """Draws the committed run with scripts/plot_loss.py and notes in the file which data it shows."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copyfile(RESULT, folder / "result.json")
+        shutil.copyfile(METRICS, folder / "metrics.jsonl")
+        assert plot_loss([str(folder), "--out", str(folder / "loss.png")]) == 0
+        info = PngInfo()
+        info.add_text(DIGEST, data_digest())
+        Image.open(folder / "loss.png").save(picture, pnginfo=info, optimize=True)
+
+
+def data_digest() -> str:
+    """Returns the sha256 (hex) of the data behind the picture."""
+    return hashlib.sha256(RESULT.read_bytes() + METRICS.read_bytes()).hexdigest()
+
+
+def drawn_digest(picture: Path) -> str | None:
+    """Returns the digest that `draw` left in a picture, None if there is none."""
+    with Image.open(picture) as image:
+        image.load()  # text chunks may follow the pixels
+        return image.info.get(DIGEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What a block must know about the tokens of a batch beside their hidden states.
+
+Legend: B sequences, S tokens per sequence, T = B * S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenContext:
+    """Documents and padding of one micro-batch, shared by all blocks. All None for rows of one document each.
+
+    Attributes:
+        mask: `[B, 1, S, S]` bool, True where a token may attend: earlier, and of the same document.
+        positions: `[B, S]` int64, position within the document.
+        valid: `[T]` bool, False on padding.
+    """
+
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    valid: Tensor | None = None
+
+    @classmethod
+    def of(cls, segments: Tensor | None) -> TokenContext:
+        """From `Batch.segments` `[B, S]`."""
+        if segments is None:
+            return PLAIN
+        index = torch.arange(segments.shape[1], device=segments.device)
+        begins = torch.ones_like(segments, dtype=torch.bool)
+        begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        first = torch.where(begins, index, 0).cummax(dim=1).values
+        same = segments.unsqueeze(2) == segments.unsqueeze(1)
+        causal = index.unsqueeze(1) >= index
+        # A padded token attends to padding before it: a row without anything to attend to would be NaN.
+        return cls((same & causal).unsqueeze(1), index - first, (segments >= 0).reshape(-1))
+
+
+PLAIN = TokenContext()
