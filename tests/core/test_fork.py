@@ -6,7 +6,7 @@ import torch
 from sidestream.overlap.fork import fork
 
 # In this order the fp32 sum is 0, in the reverse order 1.
-SCALES = [1e8, 1.0, -1e8]
+SCALES = [1.0, 1e8, -1e8]
 
 
 def gradient(order, *, forked):
@@ -22,7 +22,7 @@ def gradient(order, *, forked):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
 def test_sum_does_not_depend_on_the_order_of_the_branches(order):
-    assert gradient(order, forked=True) == (SCALES[0] + SCALES[1] - 1.0) + SCALES[2] == 0.0
+    assert gradient(order, forked=True) == 0.0
 
 
 def test_without_a_fork_it_does():

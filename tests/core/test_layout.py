@@ -5,7 +5,15 @@ import random
 import pytest
 import torch
 
-from sidestream.dispatch.layout import expert_layout, gather_rows, max_slots, sum_routes, unpack_tokens
+from sidestream.dispatch.layout import (
+    Layout,
+    expert_layout,
+    max_slots,
+    rows_to_slots,
+    slots_to_rows,
+    sum_routes,
+    tokens_to_slots,
+)
 
 CASES = [
     # rows, experts, share of routes to nobody
@@ -91,30 +99,31 @@ def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment):
         x = torch.randint(-9, 9, (tokens, 3), generator=generator).float()
         x[nobody] = float("nan")
         x.requires_grad_()
-        rows = unpack_tokens(x, layout.row_of_slot, slot_of_route)
+        rows = tokens_to_slots(x, layout, top_k=top_k)
         for slot, route in enumerate(layout.row_of_slot.tolist()):
             assert torch.equal(rows[slot], x[route // top_k] if route >= 0 else torch.zeros(3))
         grad = torch.randint(-9, 9, rows.shape, generator=generator).float()
         rows.backward(grad)
-        assert torch.equal(x.grad, sum_routes(grad, layout.row_of_slot, slot_of_route))
+        assert torch.equal(x.grad, sum_routes(grad, layout, top_k=top_k))
 
         back = torch.randint(-9, 9, (slots, 3), generator=generator).float()
         back[layout.row_of_slot < 0] = float("nan")
         back.requires_grad_()
-        y = sum_routes(back, layout.row_of_slot, slot_of_route)
+        y = sum_routes(back, layout, top_k=top_k)
         zero = torch.zeros(3)
         for token, routes in enumerate(slot_of_route.tolist()):
             assert torch.equal(y[token], sum((back[slot] for slot in routes if slot >= 0), zero))
         grad = torch.randint(-9, 9, y.shape, generator=generator).float()
         y.backward(grad)
-        assert torch.equal(back.grad, unpack_tokens(grad, layout.row_of_slot, slot_of_route))
+        assert torch.equal(back.grad, tokens_to_slots(grad, layout, top_k=top_k))
 
 
-def test_gather_rows_is_its_own_inverse():
+def test_rows_to_slots_and_back():
     ids = torch.tensor([1, -1, 0, 1])
     layout = expert_layout(ids, num_experts=2, alignment=4, num_slots=10)
     x = torch.tensor([[1.0], [float("nan")], [3.0], [4.0]], requires_grad=True)
-    y = gather_rows(x, layout.row_of_slot, layout.slot_of_row)
+    y = rows_to_slots(x, layout)
+    assert slots_to_rows(y, layout).flatten().tolist() == [1.0, 0.0, 3.0, 4.0]
     assert y.flatten().tolist() == [3.0, 0.0, 0.0, 0.0, 1.0, 4.0, 0.0, 0.0, 0.0, 0.0]
     y.backward(torch.arange(10.0).unsqueeze(1))
     assert x.grad.flatten().tolist() == [4.0, 0.0, 0.0, 5.0]
@@ -122,5 +131,18 @@ def test_gather_rows_is_its_own_inverse():
 
 def test_sum_over_routes_is_fp32():
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
-    y = sum_routes(rows, torch.arange(3), torch.arange(3).view(1, 3))
+    index = torch.arange(3)
+    y = sum_routes(rows, Layout(index, index, counts=index, offsets=index), top_k=3)
     assert y.dtype == torch.bfloat16 and y.item() == 258.0
+
+
+def test_knowing_that_nothing_is_missing_changes_no_number():
+    ids = torch.tensor([2, 0, 1, 2, 0, 0])
+    x = torch.randn(3, 4)
+    layouts = [expert_layout(ids, num_experts=3, alignment=1, num_slots=6, complete=c) for c in (False, True)]
+    assert [(layout.every_slot, layout.every_row) for layout in layouts] == [(False, False), (True, True)]
+    slots = [tokens_to_slots(x, layout, top_k=2) for layout in layouts]
+    assert torch.equal(*slots)
+    sums = [sum_routes(rows, layout, top_k=2) for rows, layout in zip(slots, layouts)]
+    assert torch.equal(*sums)
+    assert torch.equal(sums[0], 2 * x)

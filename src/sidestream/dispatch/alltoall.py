@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing
-from sidestream.dispatch.layout import Layout, expert_layout, gather_rows, sum_routes, unpack_tokens
+from sidestream.dispatch.layout import (
+    Layout,
+    expert_layout,
+    rows_to_slots,
+    slots_to_rows,
+    sum_routes,
+    tokens_to_slots,
+)
 from sidestream.exchange.link import Link
 from sidestream.exchange.ops import Channel, new_ticket, start_, wait_
 from sidestream.exchange.transfer import Transfer
@@ -31,7 +38,13 @@ class AllToAllPlan:
         assert dispatcher.spec is not None and dispatcher.channel is not None, "wire() first"
         self.spec, self.channel, self.routing = dispatcher.spec, dispatcher.channel, routing
         ids = routing.expert_ids.reshape(-1)
-        self.route = expert_layout(ids, num_experts=self.spec.num_experts, alignment=1, num_slots=ids.numel())
+        self.route = expert_layout(
+            ids,
+            num_experts=self.spec.num_experts,
+            alignment=1,
+            num_slots=ids.numel(),
+            complete=routing.complete,
+        )
         self._sizes: _Sizes | None = None
         self._sent_PL = self.route.counts.view(self.channel.size, -1)
         self._received_PL = torch.empty_like(self._sent_PL)
@@ -50,9 +63,10 @@ class AllToAllPlan:
     def rows(self) -> int:
         return self.sizes().num_slots
 
-    @property
-    def slot_of_route(self) -> Tensor:
-        return self.route.slot_of_row.view_as(self.routing.expert_ids)
+    @cached_property
+    def sent(self) -> Layout:
+        """Routes in the order in which their rows leave."""
+        return self.route.trim(self.sizes().num_sent)
 
     @cached_property
     def received_layout(self) -> Layout:
@@ -64,7 +78,11 @@ class AllToAllPlan:
             self._received_PL.reshape(-1), output_size=sizes.num_received
         )
         return expert_layout(
-            expert_of_row, num_experts=num_local, alignment=self.spec.alignment, num_slots=sizes.num_slots
+            expert_of_row,
+            num_experts=num_local,
+            alignment=self.spec.alignment,
+            num_slots=sizes.num_slots,
+            complete=True,
         )
 
 
@@ -97,12 +115,12 @@ class _PendingReceived:
     def wait(self) -> Received:
         weights_R = self.weights[0].finish(self.weights[1])
         rows_RH = self.rows[0].finish(self.rows[1])
-        index, inverse = self.layout.row_of_slot, self.layout.slot_of_row
         return Received(
-            gather_rows(rows_RH, index, inverse),
-            gather_rows(weights_R, index, inverse),
+            rows_to_slots(rows_RH, self.layout),
+            rows_to_slots(weights_R, self.layout),
             self.layout.offsets,
             self.plan.sizes().host_offsets,
+            exact=True,
         )
 
 
@@ -115,7 +133,7 @@ class _PendingCombined:
     def wait(self) -> Tensor:
         plan = self.plan
         rows_NH = self.transfer.finish(self.token)
-        return sum_routes(rows_NH, plan.route.row_of_slot[: rows_NH.shape[0]], plan.slot_of_route)
+        return sum_routes(rows_NH, plan.sent, top_k=plan.routing.top_k)
 
 
 class AllToAllDispatcher:
@@ -139,10 +157,9 @@ class AllToAllDispatcher:
         return AllToAllPlan(self, routing)
 
     def dispatch(self, x: Tensor, plan: AllToAllPlan) -> _PendingReceived:
-        sizes, route = plan.sizes(), plan.route
-        index_N = route.row_of_slot[: sizes.num_sent]
-        weights_N = gather_rows(plan.routing.weights.reshape(-1), index_N, route.slot_of_row)
-        rows_NH = unpack_tokens(x, index_N, plan.slot_of_route)
+        sizes = plan.sizes()
+        weights_N = rows_to_slots(plan.routing.weights.reshape(-1), plan.sent)
+        rows_NH = tokens_to_slots(x, plan.sent, top_k=plan.routing.top_k)
         weights = Transfer(plan.channel, sizes.send, sizes.recv, "dispatch.weights")
         rows = Transfer(plan.channel, sizes.send, sizes.recv, "dispatch")
         weights_token = weights.start(weights_N, num_received=sizes.num_received)
@@ -152,8 +169,7 @@ class AllToAllDispatcher:
 
     def combine(self, rows: Tensor, plan: AllToAllPlan) -> _PendingCombined:
         sizes = plan.sizes()
-        layout = plan.received_layout
-        rows_RH = gather_rows(rows, layout.slot_of_row, layout.row_of_slot)
+        rows_RH = slots_to_rows(rows, plan.received_layout)
         transfer = Transfer(plan.channel, sizes.recv, sizes.send, "combine")
         return _PendingCombined(plan, transfer, transfer.start(rows_RH, num_received=sizes.num_sent))
 
@@ -165,6 +181,9 @@ class AllToAllDispatcher:
 
     def bytes_sent(self) -> int:
         return 0 if self.channel is None else self.channel.bytes_sent
+
+    def metadata_bytes_sent(self) -> int:
+        return 0 if self.channel is None else self.channel.metadata_bytes_sent
 
     def close(self) -> None:
         if self.channel is not None:

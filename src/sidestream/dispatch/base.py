@@ -31,6 +31,10 @@ class Routing:
     weights: Tensor
     complete: bool = False
 
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids.shape[1]
+
 
 @dataclass(frozen=True)
 class DispatchSpec:
@@ -57,12 +61,14 @@ class Received:
         row_weights: `[S]` fp32, the routing weight of each row; zero on padding rows.
         offsets: `[L]` int32, inclusive ends of the experts' segments, on the device.
         host_offsets: The same on the host when the dispatcher knows them anyway (eager), else None.
+        exact: `rows` ends at the last offset: there is no tail.
     """
 
     rows: Tensor
     row_weights: Tensor
     offsets: Tensor
     host_offsets: list[int] | None = None
+    exact: bool = False
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -112,6 +118,10 @@ class Dispatcher(Protocol):
 
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to other ranks so far."""
+        ...
+
+    def metadata_bytes_sent(self) -> int:
+        """Of these, the ones that are no rows: counts, routing weights."""
         ...
 
     def close(self) -> None:

@@ -12,10 +12,11 @@ Legend: N rows in, S slots, L experts in the layout, T tokens, K routes per toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -29,12 +30,20 @@ class Layout:
         slot_of_row: `[N]` int64, the slot of each row, -1 for rows that have no expert.
         counts: `[L]` int64, rows per expert without padding.
         offsets: `[L]` int32, inclusive ends of the padded segments.
+        every_slot: No slot is -1 in `row_of_slot`: known without looking, when nothing is padded.
+        every_row: No row is -1 in `slot_of_row`: known when every route has an expert.
     """
 
     row_of_slot: Tensor
     slot_of_row: Tensor
     counts: Tensor
     offsets: Tensor
+    every_slot: bool = False
+    every_row: bool = False
+
+    def trim(self, num_slots: int) -> Layout:
+        """Without the tail: the first `num_slots` slots, which all hold a row."""
+        return replace(self, row_of_slot=self.row_of_slot[:num_slots], every_slot=True)
 
 
 def max_slots(num_rows: int, *, num_experts: int, alignment: int) -> int:
@@ -42,7 +51,9 @@ def max_slots(num_rows: int, *, num_experts: int, alignment: int) -> int:
     return num_rows + min(num_experts, num_rows) * (alignment - 1)
 
 
-def expert_layout(expert_ids: Tensor, *, num_experts: int, alignment: int, num_slots: int) -> Layout:
+def expert_layout(
+    expert_ids: Tensor, *, num_experts: int, alignment: int, num_slots: int, complete: bool = False
+) -> Layout:
     """Sort rows by expert (stable), pad each expert's segment to a multiple of `alignment`.
 
     Args:
@@ -50,6 +61,7 @@ def expert_layout(expert_ids: Tensor, *, num_experts: int, alignment: int, num_s
         num_experts: L.
         alignment: Rows per segment are rounded up to a multiple.
         num_slots: S, at least the padded total.
+        complete: Promise that no id is -1.
     """
     device, num_rows = expert_ids.device, expert_ids.numel()
     key = torch.where(expert_ids < 0, num_experts, expert_ids)
@@ -69,93 +81,106 @@ def expert_layout(expert_ids: Tensor, *, num_experts: int, alignment: int, num_s
     row_of_slot.scatter_(0, torch.where(has_expert, slot, num_slots), order)
     slot_of_row = torch.empty_like(order).scatter_(0, order, torch.where(has_expert, slot, -1))
     return Layout(
-        row_of_slot[:num_slots], slot_of_row, counts[:num_experts], begins[:num_experts].to(torch.int32)
+        row_of_slot[:num_slots],
+        slot_of_row,
+        counts[:num_experts],
+        begins[:num_experts].to(torch.int32),
+        every_slot=complete and alignment == 1 and num_slots == num_rows,
+        every_row=complete,
     )
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
+def _gather(x: Tensor, index: Tensor, every: bool) -> Tensor:
     """Rows of `x` at `index`; -1 reads a zero row. Selection, not multiplication: NaN times zero is NaN."""
+    if every:
+        return x.index_select(0, index)
     zero = x.new_zeros((1, *x.shape[1:]))
     return torch.cat([x, zero]).index_select(0, torch.where(index < 0, x.shape[0], index))
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return _gather(x, index)
+def _sum_routes(rows: Tensor, slot_of_route: Tensor, every: bool) -> Tensor:
+    """`[S, H]` -> `[T, H]`: the K rows of each token, summed in fp32 in the order of K and rounded once.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (inverse,) = ctx.saved_tensors
-        return _gather(grad, inverse), None, None
-
-
-def gather_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Permute rows, differentiably.
-
-    Args:
-        x: `[N, ...]`.
-        index: `[S]` int64, row of `x` for each output row; -1 gives zeros. Each row of `x` occurs at most once.
-        inverse: `[N]` int64, output row of each row of `x`, -1 if it is not read.
+    `embedding_bag` gathers and sums in one pass (20 times faster on a CPU than gather, then sum).
     """
-    return _GatherRows.apply(x, index, inverse)
+    if not every:
+        rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
+        slot_of_route = torch.where(slot_of_route < 0, rows.shape[0] - 1, slot_of_route)
+    return F.embedding_bag(slot_of_route, rows, mode="sum")
 
 
-class _Unpack(torch.autograd.Function):
-    """`[T, H]` -> `[S, H]`: slot s gets the token of its route. Adjoint of `_SumRoutes`."""
+class _Permute(torch.autograd.Function):
+    """A gather of rows whose backward is a gather by the inverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route_of_slot: Tensor, slot_of_route: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_of_route)
-        return _gather(x, _token(route_of_slot, slot_of_route.shape[1]))
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, every: bool, every_inverse: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.every = every_inverse
+        return _gather(x, index, every)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return _gather(grad, inverse, ctx.every), None, None, None, None
+
+
+def rows_to_slots(x: Tensor, layout: Layout) -> Tensor:
+    """`[N, ...]` rows -> `[S, ...]` slots; empty slots are zero. Differentiable."""
+    return _Permute.apply(x, layout.row_of_slot, layout.slot_of_row, layout.every_slot, layout.every_row)
+
+
+def slots_to_rows(x: Tensor, layout: Layout) -> Tensor:
+    """`[S, ...]` slots -> `[N, ...]` rows; rows without a slot are zero. Differentiable."""
+    return _Permute.apply(x, layout.slot_of_row, layout.row_of_slot, layout.every_row, layout.every_slot)
+
+
+class _TokensToSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, top_k: int) -> Tensor:
+        ctx.layout, ctx.top_k = layout, top_k
+        return _gather(x, _token_of_slot(layout, top_k), layout.every_slot)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (slot_of_route,) = ctx.saved_tensors
-        return _sum_routes(grad, slot_of_route), None, None
+        layout = ctx.layout
+        return _sum_routes(grad, layout.slot_of_row.view(-1, ctx.top_k), layout.every_row), None, None
 
 
 class _SumRoutes(torch.autograd.Function):
-    """`[S, H]` -> `[T, H]`: sum of a token's K rows in fp32. Adjoint of `_Unpack`."""
-
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route_of_slot: Tensor, slot_of_route: Tensor) -> Tensor:
-        ctx.save_for_backward(route_of_slot)
-        ctx.top_k = slot_of_route.shape[1]
-        return _sum_routes(rows, slot_of_route)
+    def forward(ctx: Any, rows: Tensor, layout: Layout, top_k: int) -> Tensor:
+        ctx.layout, ctx.top_k = layout, top_k
+        return _sum_routes(rows, layout.slot_of_row.view(-1, top_k), layout.every_row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (route_of_slot,) = ctx.saved_tensors
-        return _gather(grad, _token(route_of_slot, ctx.top_k)), None, None
+        return _gather(grad, _token_of_slot(ctx.layout, ctx.top_k), ctx.layout.every_slot), None, None
 
 
-def _token(route_of_slot: Tensor, top_k: int) -> Tensor:
+def _token_of_slot(layout: Layout, top_k: int) -> Tensor:
     # floor division keeps -1 at -1
-    return torch.div(route_of_slot, top_k, rounding_mode="floor")
+    return torch.div(layout.row_of_slot, top_k, rounding_mode="floor")
 
 
-def _sum_routes(rows: Tensor, slot_of_route: Tensor) -> Tensor:
-    num_tokens, top_k = slot_of_route.shape
-    picked = _gather(rows, slot_of_route.reshape(-1)).view(num_tokens, top_k, *rows.shape[1:])
-    return picked.sum(dim=1, dtype=torch.float32).to(rows.dtype)
-
-
-def unpack_tokens(x: Tensor, route_of_slot: Tensor, slot_of_route: Tensor) -> Tensor:
+def tokens_to_slots(x: Tensor, layout: Layout, *, top_k: int) -> Tensor:
     """Copy each token to the slots of its routes; the gradient is the fp32 sum over a token's routes.
 
     Args:
         x: `[T, H]`.
-        route_of_slot: `[S]` int64 in `-1..T*K-1`; -1 gives a zero row.
-        slot_of_route: `[T, K]` int64 in `-1..S-1`, its inverse.
+        layout: Of the `T * top_k` routes, token-major.
+        top_k: K.
+
+    Returns:
+        `[S, H]`; empty slots are zero.
     """
-    return _Unpack.apply(x, route_of_slot, slot_of_route)
+    return _TokensToSlots.apply(x, layout, top_k)
 
 
-def sum_routes(rows: Tensor, route_of_slot: Tensor, slot_of_route: Tensor) -> Tensor:
-    """Sum the K rows of each token in fp32, in the order of K. `[S, H]` -> `[T, H]` in the dtype of `rows`."""
-    return _SumRoutes.apply(rows, route_of_slot, slot_of_route)
+def sum_routes(rows: Tensor, layout: Layout, *, top_k: int) -> Tensor:
+    """Sum the K rows of each token in fp32: `[S, H]` -> `[T, H]` in the dtype of `rows`. Adjoint of the above."""
+    return _SumRoutes.apply(rows, layout, top_k)

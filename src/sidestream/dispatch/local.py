@@ -11,10 +11,10 @@ from sidestream.dispatch.base import DispatchSpec, Received, Routing
 from sidestream.dispatch.layout import (
     Layout,
     expert_layout,
-    gather_rows,
     max_slots,
+    rows_to_slots,
     sum_routes,
-    unpack_tokens,
+    tokens_to_slots,
 )
 from sidestream.exchange.link import Link
 
@@ -25,10 +25,6 @@ class LocalPlan:
 
     routing: Routing
     layout: Layout
-
-    @property
-    def slot_of_route(self) -> Tensor:
-        return self.layout.slot_of_row.view_as(self.routing.expert_ids)
 
     def rows(self) -> int:
         return self.layout.row_of_slot.numel()
@@ -62,17 +58,23 @@ class LocalDispatcher:
         assert self.spec is not None, "wire() first"
         spec, ids = self.spec, routing.expert_ids.reshape(-1)
         slots = max_slots(ids.numel(), num_experts=spec.num_experts, alignment=spec.alignment)
-        layout = expert_layout(ids, num_experts=spec.num_experts, alignment=spec.alignment, num_slots=slots)
+        layout = expert_layout(
+            ids,
+            num_experts=spec.num_experts,
+            alignment=spec.alignment,
+            num_slots=slots,
+            complete=routing.complete,
+        )
         return LocalPlan(routing, layout)
 
     def dispatch(self, x: Tensor, plan: LocalPlan) -> _Ready:
         layout = plan.layout
-        rows = unpack_tokens(x, layout.row_of_slot, plan.slot_of_route)
-        weights = gather_rows(plan.routing.weights.reshape(-1), layout.row_of_slot, layout.slot_of_row)
-        return _Ready(Received(rows, weights, layout.offsets))
+        rows = tokens_to_slots(x, layout, top_k=plan.routing.top_k)
+        weights = rows_to_slots(plan.routing.weights.reshape(-1), layout)
+        return _Ready(Received(rows, weights, layout.offsets, exact=layout.every_slot))
 
     def combine(self, rows: Tensor, plan: LocalPlan) -> _Ready:
-        return _Ready(sum_routes(rows, plan.layout.row_of_slot, plan.slot_of_route))
+        return _Ready(sum_routes(rows, plan.layout, top_k=plan.routing.top_k))
 
     def needed(self) -> Tensor | None:
         return None
@@ -81,6 +83,9 @@ class LocalDispatcher:
         raise ValueError(f"dispatcher=local: budget {budget} asked for, but it has no static budget")
 
     def bytes_sent(self) -> int:
+        return 0
+
+    def metadata_bytes_sent(self) -> int:
         return 0
 
     def close(self) -> None:

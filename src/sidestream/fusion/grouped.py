@@ -75,8 +75,7 @@ class GroupedExperts:
             # Keeps an idle rank attached to the graph: its experts get zero gradients, and the reverse exchanges
             # of rows and of weights start, as the other ranks expect (case b1).
             return rows * weights.unsqueeze(-1).to(rows.dtype) + 0.0 * (w_gate_up.sum() + w_down.sum())
-        # Eager dispatchers size the buffer exactly; only a longer buffer has a tail.
-        exact = received.host_offsets is not None and received.host_offsets[-1] == rows.shape[0]
+        exact = received.exact  # else the buffer has a tail
         if not exact:
             rows, weights = _ZeroTail.apply(rows, offsets[-1]), _ZeroTail.apply(weights, offsets[-1])
         gate_up = _GroupedMatmul.apply(rows, w_gate_up, offsets)
