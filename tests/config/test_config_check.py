@@ -105,6 +105,11 @@ def test_auto_is_the_largest_group_that_fits(
             "dispatcher=all2all: no such option; expected one of alltoall, local",
             "=alltoall",
         ),
+        (
+            ["strategy=fully_shard", "trainer.precision=bf16-true"],
+            "trainer.precision=bf16-true: this strategy shards",
+            "set trainer.precision=bf16-mixed",
+        ),
         # wrong values
         (["model.num_layers=abc"], "model.num_layers=abc: not an integer", ""),
         (["model.num_layers=null"], "model.num_layers=null: may not be null", ""),

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sidestream.data.batch import Batch
+from sidestream.data.batch import IGNORE, Batch
 from sidestream.dispatch.alltoall import AllToAllDispatcher
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.exchange.link import NativeLink, ThrottledLink
@@ -24,10 +24,13 @@ from sidestream.model.transformer import MoETransformer
 from sidestream.overlap.none import NoOverlap
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel, build_parallel
-from sidestream.parallel.replicate import Replicate, is_expert
+from sidestream.parallel.fully_shard import FullyShard
+from sidestream.parallel.reduction import Reduction, is_expert
+from sidestream.parallel.replicate import Replicate
 from sidestream.parallel.step import TrainingStep
 from sidestream.routing.balance import AuxLoss, Balance, ExpertBias, NoBalance
-from sidestream.routing.router import SoftmaxRouter
+from sidestream.routing.quantile import QuantileBalance
+from sidestream.routing.router import SigmoidRouter, SoftmaxRouter, SqrtSoftplusRouter
 
 DISPATCHERS = {"local": LocalDispatcher, "alltoall": AllToAllDispatcher}
 FUSIONS = {"loop": LoopExperts, "grouped": GroupedExperts}
@@ -37,6 +40,19 @@ BALANCES: dict[str, Any] = {
     "aux": lambda: AuxLoss(coefficient=0.02, scope="sequence"),
     "aux_micro_batch": lambda: AuxLoss(coefficient=0.02, scope="micro_batch"),
     "aux_global": lambda: AuxLoss(coefficient=0.02, scope="global"),
+    "aux_z": lambda: AuxLoss(coefficient=0.02, scope="global", z_loss_coefficient=0.01),
+    "quantile": lambda: QuantileBalance(ema=0.5),
+}
+ROUTERS: dict[str, Any] = {
+    "softmax": SoftmaxRouter,
+    "softmax_after": partial(SoftmaxRouter, score_order="after_top_k"),
+    "sigmoid_groups": partial(SigmoidRouter, num_groups=4, top_groups=2, scaling_factor=2.5),
+    "sqrtsoftplus": SqrtSoftplusRouter,
+    "capacity": partial(SoftmaxRouter, expert_capacity_factor=1.0),
+    "capacity_padded": partial(SoftmaxRouter, expert_capacity_factor=1.0, pad_to_capacity=True),
+    "position": partial(SoftmaxRouter, expert_capacity_factor=1.0, drop_policy="position"),
+    "forced": partial(SoftmaxRouter, force_balance=True),
+    "jitter": partial(SoftmaxRouter, jitter=0.1),
 }
 
 SHAPE = ModelShape(
@@ -65,7 +81,9 @@ class Setup:
 
     dispatcher: str = "alltoall"
     fusion: str = "grouped"
+    reduction: str = "replicate"
     balance: str = "aux"
+    router: str = "softmax"
     ep: int = 1
     accumulation: int = 1
     global_batch: int = 8
@@ -80,6 +98,7 @@ class Setup:
     top_k: int = 2
     seed: int = 7
     gbps: float | None = None  # a throttled link of this rate
+    padded: bool = False  # documents and padding, see `add_padding`
 
     def with_(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -95,10 +114,15 @@ def make_balance(name: str) -> Balance:
     return BALANCES[name]()
 
 
+def make_reduction(setup: Setup) -> Reduction:
+    # Small buckets, so that several are in flight.
+    return FullyShard() if setup.reduction == "fully_shard" else Replicate(bucket_mb=0.05)
+
+
 def make_model(setup: Setup) -> MoETransformer:
-    return assemble(
+    model = assemble(
         setup.shape,
-        router=SoftmaxRouter(top_k=setup.top_k),
+        router=ROUTERS[setup.router](top_k=setup.top_k),
         balance=make_balance(setup.balance),
         dispatcher=DISPATCHERS[setup.dispatcher](),
         fusion=FUSIONS[setup.fusion](alignment=setup.alignment),
@@ -110,6 +134,8 @@ def make_model(setup: Setup) -> MoETransformer:
         dtype=setup.dtype,
         compute_dtype=torch.bfloat16 if setup.autocast else None,
     )
+    make_reduction(setup).shard(model, parallel_for(setup.ep))
+    return model
 
 
 def global_batch(setup: Setup, step: int) -> Tensor:
@@ -118,18 +144,30 @@ def global_batch(setup: Setup, step: int) -> Tensor:
     return torch.randint(0, setup.shape.vocab_size, size, generator=generator)
 
 
+def add_padding(batch: Batch) -> Batch:
+    """Two documents and a different amount of padding per row; the second half of the rows is padding alone."""
+    rows, length = batch.inputs.shape
+    column, row = torch.arange(length), torch.arange(rows).unsqueeze(1)
+    segments = (column >= length // 3).int().repeat(rows, 1)
+    padding = (column >= length - 1 - row) | (row >= rows // 2)
+    segments[padding] = -1
+    targets = batch.targets.masked_fill(padding, IGNORE)
+    targets[:, :-1][segments[:, :-1] != segments[:, 1:]] = IGNORE  # the next token is another document's
+    return Batch(batch.inputs, targets, segments)
+
+
 def local_batch(setup: Setup, step: int, rank: int, world: int) -> Batch:
-    share = setup.global_batch // world
-    return Batch.of(global_batch(setup, step)[rank * share : (rank + 1) * share])
+    batch = Batch.of(global_batch(setup, step))
+    return (add_padding(batch) if setup.padded else batch).split(setup.global_batch // world)[rank]
 
 
 def make_step(setup: Setup, model: MoETransformer, world: int) -> TrainingStep:
-    parallel = parallel_for(setup.ep)
+    parallel, reduction = parallel_for(setup.ep), make_reduction(setup)
+    reduction.attach(model, parallel)
     return TrainingStep(
         model,
         parallel=parallel,
-        # Small buckets, so that several are in flight.
-        replicate=Replicate(model, parallel, bucket_mb=0.05),
+        reduction=reduction,
         global_batch_size=setup.global_batch,
         micro_batch_size=setup.global_batch // world // setup.accumulation,
         autocast=setup.autocast,
@@ -137,7 +175,9 @@ def make_step(setup: Setup, model: MoETransformer, world: int) -> TrainingStep:
 
 
 def make_optimizer(setup: Setup, params: list[Tensor]) -> torch.optim.Optimizer:
-    groups = [{"params": [p for p in params if is_expert(p) == flag]} for flag in (False, True)]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in params if is_expert(p) == flag]} for flag in (False, True)
+    ]
     groups = [g for g in groups if g["params"]]
     if setup.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.1)
@@ -167,6 +207,6 @@ def run_steps(rank: int, world: int, setup: Setup) -> dict[str, Any]:
         out["counts"].append(report.counts)
     out["params"] = {name: full(p) for name, p in model.named_parameters()}
     out["bias"] = [moe.selection_bias.clone() for moe in model.moe_layers()]
-    step.replicate.close()
+    step.reduction.close()
     model.parts.dispatcher.close()
     return out

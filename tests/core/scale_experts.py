@@ -67,7 +67,8 @@ class Scales(nn.Module):
         self.scales = nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False))
         self.logits = nn.Parameter(torch.zeros(len(scales)))
         self.dispatcher = wire(dispatcher, num_experts=len(scales), group=parallel.ep_group)
-        self.replicate = Replicate(self, parallel, bucket_mb=1.0)
+        self.replicate = Replicate(bucket_mb=1.0)
+        self.replicate.attach(self, parallel)
 
     def forward(self, x_T: Tensor, routing: Routing) -> Tensor:
         """`[T]` -> `[T]`."""

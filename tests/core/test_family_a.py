@@ -1,6 +1,7 @@
 """Gradients under expert parallelism: cases a1 to a8, as numbers that can be checked by hand."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from sidestream.dispatch.base import Routing
 from sidestream.model.moe import local
 from sidestream.parallel.agree import check_replicas
 from sidestream.parallel.clip import clip_by_norm, global_norm
-from sidestream.parallel.replicate import is_expert
+from sidestream.parallel.reduction import is_expert
 from sidestream.routing.balance import AuxLoss
 from sidestream.routing.router import Decision, SoftmaxRouter
 from tests.core.build_tiny import (
@@ -75,7 +76,7 @@ def a2_clip(rank, world, expert_grads, norm_type, max_norm):
     values = torch.tensor([] if mine is None else [mine])
     expert, shared = nn.Parameter(sharded(torch.zeros_like(values))), nn.Parameter(torch.zeros(1))
     expert.grad, shared.grad = sharded(values), torch.tensor([3.0])
-    norm = global_norm([shared, expert], ep_group=parallel.ep_group, norm_type=norm_type)
+    norm = global_norm([shared, expert], expert_group=parallel.ep_group, norm_type=norm_type)
     clip_by_norm([shared, expert], norm, max_norm)
     return norm.item(), shared.grad.item(), expert.grad.to_local().tolist()
 
@@ -106,6 +107,13 @@ def test_a2_clip_leaves_a_small_norm_alone():
 def test_a2_other_norms_and_an_empty_shard(expert_grads, norm_type, expected):
     for norm, _, _ in ranks(2).run(a2_clip, expert_grads=expert_grads, norm_type=norm_type, max_norm=100.0):
         assert norm == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("norm_type", "expected"), [(2.0, math.sqrt(14.0)), (math.inf, 3.0)])
+def test_a2_norm_of_several_tensors_on_one_rank(norm_type, expected):
+    params = [nn.Parameter(torch.zeros(size)) for size in (1, 2, 4)]
+    params[0].grad, params[1].grad = torch.tensor([-3.0]), torch.tensor([2.0, 1.0])  # the last one has none
+    assert global_norm(params, ep_group=None, norm_type=norm_type).item() == pytest.approx(expected)
 
 
 # a4: the router gets a partial gradient under EP
@@ -189,24 +197,31 @@ def decision_of(probs, ids):
 
 def a6_aux(rank, world, scope):
     """Two sequences of two tokens; what a rank adds to the mean over sequences, and its gradient."""
-    group = parallel_for(1).control
     probs = A6_PROBS.chunk(world)[rank].clone().requires_grad_()
     decision = decision_of(probs, A6_IDS.chunk(world)[rank])
-
-    def reduce(tensor):
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    loss = AuxLoss(coefficient=1.0, scope=scope).loss(
-        decision, seq_length=2, reduce=reduce if world > 1 else None
-    )
+    loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision, seq_length=2)
     (loss / 2).backward()
     return loss.item() / (2 / world), probs.grad.tolist()
 
 
+def a6_global(rank, world):
+    """The rank's share of the loss over all tokens, the whole of it, and the gradient of the share."""
+    probs = A6_PROBS.chunk(world)[rank].clone().requires_grad_()
+    decision = decision_of(probs, A6_IDS.chunk(world)[rank])
+    counts = decision.counts.clone()
+    dist.all_reduce(counts, group=parallel_for(1).control)
+    share = AuxLoss(coefficient=1.0, scope="global").global_loss(
+        probs.sum(0, keepdim=True), counts.unsqueeze(0), num_tokens=torch.tensor(4.0), top_k=1
+    )
+    share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total, group=parallel_for(1).control)
+    return total.item(), probs.grad.tolist()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a6_global_scope_does_not_depend_on_the_ranks(world):
-    for value, grads in ranks(world).run(a6_aux, scope="global"):
+    for value, grads in ranks(world).run(a6_global):
         assert value == pytest.approx(1.175, abs=1e-6)
         for grad in grads:
             assert grad == pytest.approx([0.375, 0.125], abs=1e-6)
@@ -231,12 +246,12 @@ def test_a6_scope_must_be_known():
         AuxLoss(coefficient=1.0, scope="world")
 
 
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global"])
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a6_perfect_balance_is_exactly_one(scope, top_k):
     probs = torch.full((4, 4), 0.25)
     ids = torch.arange(4 * top_k).view(4, top_k) % 4
-    loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision_of(probs, ids), seq_length=4, reduce=None)
+    loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision_of(probs, ids), seq_length=4)
     assert loss.item() == 1.0
 
 
@@ -244,6 +259,14 @@ def a6_gate_gradient(rank, world, setup):
     """Gradient of the auxiliary loss alone, per layer; and whether evaluation adds one."""
     model = make_model(setup)
     sums = model.loss_sums(local_batch(setup, 0, rank, world))
+    if sums.probs is not None:
+        num_tokens = torch.tensor(float(setup.global_batch * setup.seq_length))
+        sums = replace(
+            sums,
+            aux=model.parts.balance.global_loss(
+                sums.probs, model.ledger.counts, num_tokens=num_tokens, top_k=setup.top_k
+            ),
+        )
     sums.aux.backward()
     in_training = [moe.gate.grad.abs().max().item() for moe in model.moe_layers()]
     model.eval()
@@ -299,7 +322,7 @@ def a8_train(rank, world, setup):
     before = {name: local(p).detach().clone() for name, p in model.named_parameters()}
     in_model = sorted(map(id, model.parameters()))
     in_optimizer = sorted(id(p) for group in optimizer.param_groups for p in group["params"])
-    in_buckets = sorted(id(p) for bucket in step.replicate.buckets for p in bucket.params)
+    in_buckets = sorted(id(p) for bucket in step.reduction.buckets for p in bucket.params)
     for index in range(setup.steps):
         step.attempt(local_batch(setup, index, rank, world))
         report = step.check()

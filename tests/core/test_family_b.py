@@ -1,4 +1,4 @@
-"""Degenerate routing: idle ranks, empty groups, routes to nobody, NaN, ties (cases b1 to b5)."""
+"""Degenerate routing: idle ranks, empty groups, routes to nobody, NaN, ties, padding (cases b1 to b6)."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from sidestream.data.batch import Batch
 from sidestream.dispatch.base import Received, Routing
 from sidestream.fusion.grouped import GroupedExperts
 from sidestream.fusion.loop import LoopExperts
@@ -24,6 +25,7 @@ from tests.core.build_tiny import (
     make_optimizer,
     make_step,
     parallel_for,
+    run_steps,
 )
 from tests.core.scale_experts import Scales, routing_of, run_path, scale_rows, wire
 from tests.rank_pool import ranks
@@ -130,18 +132,18 @@ def test_b3_tail_rows_never_matter(fusion, tail, dtype, poisoned_memory):
     w_gate_up, w_down, up = randn(3, 16, 32), randn(3, 16, 16), randn(8, 16)
     offsets = torch.tensor([3, 3, 5], dtype=torch.int32)
 
-    def run(rows, weights, up, host_offsets):
+    def run(rows, weights, up, exact):
         """Two steps; gradients add up."""
         leaves = [t.to(d).requires_grad_() for t, d in zip((rows, weights), (dtype, torch.float32))]
         params = [w.to(dtype).requires_grad_() for w in (w_gate_up, w_down)]
         for _ in range(2):
-            out = fusion(Received(*leaves, offsets, host_offsets), *params)
+            out = fusion(Received(*leaves, offsets, exact=exact), *params)
             out.backward(up.to(dtype))
         return out.detach(), [t.grad for t in leaves], [p.grad for p in params]
 
-    exact_out, exact_inputs, exact_params = run(rows[:5], weights[:5], up[:5], [3, 3, 5])
+    exact_out, exact_inputs, exact_params = run(rows[:5], weights[:5], up[:5], exact=True)
     rows[5:], weights[5:], up[5:] = tail, tail, tail
-    out, inputs, params = run(rows, weights, up, None)
+    out, inputs, params = run(rows, weights, up, exact=False)
     assert torch.equal(out[:5], exact_out) and out[5:].abs().max() == 0
     for actual, expected in zip(inputs, exact_inputs):
         assert torch.equal(actual[:5], expected) and actual[5:].abs().max() == 0
@@ -196,11 +198,11 @@ def test_b4_the_same_expert_twice(name, dispatch_scales):
     assert y.item() == 30.0 and x.grad.item() == 7.5
 
 
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global"])
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 def test_b4_auxiliary_loss_takes_routes_to_nobody(scope):
     ids, probs = torch.tensor([[0, -1], [1, 0]]), torch.full((2, 2), 0.5)
     decision = Decision(routing_of(ids.tolist()), probs, torch.tensor([2, 1]))
-    loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision, seq_length=2, reduce=None)
+    loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision, seq_length=2)
     assert loss.item() == 0.75  # three of four routes
 
 
@@ -257,3 +259,109 @@ def test_b5_a_tie_break_does_not_bias_unequal_scores():
     scores = torch.tensor([[0.5, 0.5]]).repeat(1000, 1)
     scores[:, 1] = torch.nextafter(scores[:, 1], torch.tensor(1.0))
     assert torch.equal(top_k_stable(scores, 1), torch.ones(1000, 1, dtype=torch.int64))
+
+
+# b6: padding counted in load balancing
+
+B6_VALID = torch.tensor([True, False, True, False])
+
+
+def b6_logits(padding):
+    """Two tokens with probability .9 and .3 of expert 0, and padding between them."""
+    probs = torch.tensor([0.9, padding, 0.3, padding])
+    return torch.stack([probs.log(), (1 - probs).log()], dim=1)
+
+
+def b6_aux(scope, decision):
+    """The loss of one sequence that is the whole batch."""
+    balance = AuxLoss(coefficient=1.0, scope=scope)
+    if not balance.needs_global_counts:
+        return balance.loss(decision, seq_length=4)
+    num_tokens = torch.tensor(4.0) if decision.valid is None else decision.valid.sum().clamp(min=1).float()
+    return balance.global_loss(decision.probs.sum(0), decision.counts, num_tokens=num_tokens, top_k=1)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global"])
+def test_b6_padding_is_not_balanced(scope):
+    grads = []
+    for padding in (0.8, 0.2):
+        logits = b6_logits(padding).requires_grad_()
+        decision = SoftmaxRouter(top_k=1)(logits, valid=B6_VALID)
+        assert decision.counts.tolist() == [1, 1]
+        assert decision.routing.expert_ids.flatten().tolist() == [0, -1, 1, -1]
+        loss = b6_aux(scope, decision)
+        loss.backward()
+        assert loss.item() == pytest.approx(1.0, abs=1e-6)
+        assert logits.grad[1].tolist() == logits.grad[3].tolist() == [0.0, 0.0]
+        grads.append(logits.grad)
+    assert torch.equal(*grads)
+    without_mask = SoftmaxRouter(top_k=1)(b6_logits(0.8))
+    loss = b6_aux(scope, without_mask)
+    assert loss.item() == pytest.approx(1.2, abs=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global"])
+def test_b6_no_valid_token_gives_a_finite_loss(scope):
+    logits = torch.randn(4, 2, requires_grad=True)
+    decision = SoftmaxRouter(top_k=1)(logits, valid=torch.zeros(4, dtype=torch.bool))
+    loss = b6_aux(scope, decision)
+    loss.backward()
+    assert loss.item() == 0.0 and logits.grad.abs().max() == 0.0
+
+
+def b6_padding_content(rank, world, setup, token):
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    batch = local_batch(setup, 0, rank, world)
+    step.attempt(replace(batch, inputs=batch.inputs.masked_fill(batch.segments < 0, token)))
+    report = step.check()
+    return {name: full(p.grad) for name, p in model.named_parameters()}, report.counts, report.loss
+
+
+@pytest.mark.parametrize("balance", ["aux", "bias"])
+def test_b6_what_padding_holds_changes_nothing(balance):
+    setup = Setup(padded=True, balance=balance, ep=2)
+    (one, *rest), (other, *other_rest) = (
+        ranks(2).run(b6_padding_content, setup=setup, token=token)[0] for token in (0, 1)
+    )
+    assert torch.equal(rest[0], other_rest[0]) and rest[1] == other_rest[1]
+    valid = int((local_batch(setup, 0, 0, 1).segments >= 0).sum())
+    assert (rest[0].sum(dim=1) == valid * setup.top_k).all()
+    assert all(torch.equal(grad, other[name]) for name, grad in one.items())
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("balance", ["aux", "aux_global", "bias"])
+def test_b6_a_rank_with_nothing_but_padding(balance, fusion):
+    setup = Setup(padded=True, balance=balance, steps=2, optimizer="sgd")
+    (one,) = ranks(1).run(run_steps, setup=setup.with_(dispatcher="local", fusion="loop"))
+    for ep in (1, 2):
+        for two in ranks(2).run(run_steps, setup=setup.with_(ep=ep, fusion=fusion)):
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+            assert two["aux"] == pytest.approx(one["aux"], rel=1e-6)
+            assert torch.equal(two["counts"][0], one["counts"][0])
+            for name, grad in one["grads"].items():
+                assert (two["grads"][name] - grad).abs().max() <= 5e-6 * grad.abs().max(), name
+
+
+def b6_packed(rank, world):
+    """Gradient of the summed loss of two documents: packed in a row with padding, and each in a row of its own."""
+    model = make_model(Setup(dispatcher="local", balance="none"))
+    packed = local_batch(Setup(padded=True), 0, 0, 1)
+    found = []
+    for separate in (False, True):
+        model.zero_grad()
+        for row in range(2):
+            inputs, targets, segments = (t[row] for t in (packed.inputs, packed.targets, packed.segments))
+            pieces = [segments == 0, segments == 1] if separate else [torch.ones_like(segments).bool()]
+            for piece in pieces:
+                batch = Batch(inputs[piece][None], targets[piece][None], None if separate else segments[None])
+                model.loss_sums(batch).nll.backward()
+        found.append({name: full(p.grad) for name, p in model.named_parameters()})
+    return found
+
+
+def test_b6_packed_documents_do_not_see_each_other():
+    packed, separate = ranks(1).run(b6_packed)[0]
+    for name, grad in separate.items():
+        assert (packed[name] - grad).abs().max() <= 5e-6 * grad.abs().max(), name

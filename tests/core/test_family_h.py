@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.model.moe import local
 from sidestream.parallel.mesh import build_parallel
-from sidestream.parallel.replicate import is_expert
+from sidestream.parallel.reduction import is_expert
 from tests.core.build_tiny import Setup, full, make_model, parallel_for, run_steps
 from tests.core.scale_experts import wire
 from tests.rank_pool import ranks

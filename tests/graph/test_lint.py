@@ -219,7 +219,7 @@ def attempt_reads(rank: int, world: int, setup: Setup) -> list[HostRead]:
     step = make_step(setup, model, world)
     graph = NoGraph(lint=True)
     graph.run(lambda: step.attempt(local_batch(setup, 0, rank, world)))
-    step.replicate.close()
+    step.reduction.close()
     model.parts.dispatcher.close()
     assert graph.reads is not None
     return graph.reads

@@ -118,3 +118,24 @@ def test_other_corpus_is_refused(straight: Path, tmp_path: Path) -> None:
     folder = resumed_copy(straight, tmp_path / "resumed")
     with pytest.raises(AssertionError, match="checksum"):
         fit(folder, *STATEFUL, f"resume={folder}", "data.val_fraction=0.2")
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
+def test_fully_shard_resumes_bit_identically_and_by_replicate(world: int, ep: int, tmp_path: Path) -> None:
+    sharded = ["strategy=fully_shard", f"strategy.expert_parallel_size={ep}", "balance=bias"]
+    whole, folder, other = tmp_path / "whole", tmp_path / "resumed", tmp_path / "replicate"
+    fit(
+        whole,
+        *sharded,
+        "callbacks.checkpoint.every_n_steps=3",
+        "callbacks.checkpoint.keep_last=5",
+        world=world,
+    )
+    resumed_copy(whole, folder)
+    shutil.copytree(folder, other)
+    fit(folder, *sharded, f"resume={folder}", world=world)
+    assert losses(folder) == losses(whole)
+    assert_same(tensors(checkpoints(folder)[-1]), tensors(checkpoints(whole)[-1]))
+    # A checkpoint does not know how the tensors were cut.
+    fit(other, "balance=bias", f"resume={other}", world=2)
+    assert all(abs(losses(other)[step] - loss) < 2e-6 for step, loss in losses(whole).items())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sidestream.config.errors import ConfigError
 from sidestream.lightning.checkpoint import checkpoints
 from sidestream.tracking.folder import RunFolder
 from tests.train.fit import fit, losses, tensors
@@ -96,9 +97,11 @@ def test_bf16_trains_and_resumes(precision: str, tmp_path: Path) -> None:
     assert weights == (torch.float32 if precision == "bf16-mixed" else torch.bfloat16)
 
 
-def test_own_dispatcher_from_outside_the_repository(tmp_path: Path) -> None:
-    package = tmp_path / "my_pkg"
+def test_own_dispatcher_from_outside_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-cd my_conf dispatcher=mine`: a package and a YAML, nothing registered anywhere."""
+    package, options = tmp_path / "my_pkg", tmp_path / "my_conf" / "dispatcher"
     package.mkdir()
+    options.mkdir(parents=True)
     (package / "__init__.py").write_text(
         "from sidestream.dispatch.alltoall import AllToAllDispatcher\n"
         "class Mine(AllToAllDispatcher):\n"
@@ -107,13 +110,13 @@ def test_own_dispatcher_from_outside_the_repository(tmp_path: Path) -> None:
         "        super().__init__()\n"
         "        assert greeting == 'hello'\n"
     )
-    overrides = [
-        "trusted_targets=[my_pkg]",
-        "dispatcher._target_=my_pkg.Mine",
-        "+dispatcher.greeting=hello",
-    ]
-    with pytest.raises(Exception, match="greeting"):  # unknown for the shipped option...
+    (options / "mine.yaml").write_text("_target_: my_pkg.Mine\ngreeting: hello\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = [f"hydra.searchpath=[file://{tmp_path / 'my_conf'}]", "dispatcher=mine"]
+    with pytest.raises(ConfigError, match="trusted_targets"):
         fit(tmp_path / "refused", *overrides)
+    results = fit(tmp_path / "run", *overrides, "trusted_targets=[my_pkg]", path=str(tmp_path))
+    assert results[0]["status"] == "finished"
 
 
 def test_loss_that_is_not_finite_ends_the_run_before_commit(tmp_path: Path) -> None:

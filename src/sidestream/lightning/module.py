@@ -95,7 +95,9 @@ class SidestreamModule(LightningModule):
     @override
     def configure_model(self) -> None:
         if not hasattr(self, "model"):  # called again by every trainer function
-            self.model = self._build_model(self.parallel_strategy.parallel)
+            strategy = self.parallel_strategy
+            self.model = self._build_model(strategy.parallel)
+            strategy.reduction.shard(self.model, strategy.parallel)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -127,6 +129,7 @@ class SidestreamModule(LightningModule):
             optimizer_step=optimizer.step,  # type: ignore[union-attr]
             max_norm=self.recipe.max_norm,
             stop_requested=self._stop_requested,
+            own=self.recorder.own(),
         )
         scheduler.step()  # type: ignore[union-attr, call-arg]
         if self._train_loader is not None:
@@ -162,7 +165,8 @@ class SidestreamModule(LightningModule):
     @override
     def on_train_end(self) -> None:
         """Compare the replicas once more; validate if the last step was not a validation step."""
-        check_replicas(self.model, self.parallel_strategy.parallel)
+        if self.parallel_strategy.reduction.holds_replicas:
+            check_replicas(self.model, self.parallel_strategy.parallel)
         loader = self.trainer.val_dataloaders
         if self.stopping or loader is None or self.recorder.last_validation == self.global_step:
             return

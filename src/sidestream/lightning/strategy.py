@@ -1,4 +1,4 @@
-"""`strategy=replicate`: groups, gradient reduction, the step, checkpoints.
+"""The Lightning strategy: groups, gradient reduction, the step, checkpoints.
 
 setup_environment   process group with a time-out, meshes                       (every group is made here)
 begin_training      gradients become views of flat storage; ranks compare their copies
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
 from sidestream.parallel.mesh import Parallel, build_parallel
-from sidestream.parallel.replicate import Replicate
+from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import StepReport, TrainingStep
 from sidestream.parallel.world import join_world, leave_world
 
@@ -41,7 +41,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     Args:
         env: This rank; its store is where ranks meet.
         expert_parallel_size: Ranks that share one copy of all experts.
-        bucket_mb: Size of a gradient bucket, MiB.
+        reduction: Owner of the gradients: `replicate` or `fully_shard`.
         timeout_seconds: Time-out of every group; a rank that waits longer raises.
         graph: How an attempt is run.
     """
@@ -51,7 +51,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         *,
         env: RankEnv,
         expert_parallel_size: int,
-        bucket_mb: float,
+        reduction: Reduction,
         timeout_seconds: int,
         graph: NoGraph,
         store: dist.Store | None = None,
@@ -59,9 +59,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         timeout = timedelta(seconds=timeout_seconds)
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, timeout=timeout)
         self.env, self.graph = env, graph
-        self.expert_parallel_size, self.bucket_mb, self.group_timeout = (
+        self.expert_parallel_size, self.reduction, self.group_timeout = (
             expert_parallel_size,
-            bucket_mb,
+            reduction,
             timeout,
         )
         self._given_store = store
@@ -110,12 +110,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         Raises:
             RuntimeError: Ranks hold different weights or different data.
         """
-        check_replicas(model, self.parallel)
+        if self.reduction.holds_replicas:
+            check_replicas(model, self.parallel)
         check_equal("data checksum", data_checksum, self.parallel)
+        self.reduction.attach(model, self.parallel)
         self._step = TrainingStep(
             model,
             parallel=self.parallel,
-            replicate=Replicate(model, self.parallel, bucket_mb=self.bucket_mb),
+            reduction=self.reduction,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             autocast=autocast,
@@ -128,8 +130,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         optimizer_step: Callable[[], object],
         max_norm: float | None,
         stop_requested: Callable[[], bool],
+        own: Mapping[str, float] | None = None,
     ) -> tuple[StepReport, Tensor]:
         """One step on this rank's share of the global batch: attempt, check, commit.
+
+        Args:
+            own: Numbers of this rank for the report, see `TrainingStep.check`.
 
         Returns:
             The report, and the gradient norm before clipping (fp32, on the device).
@@ -141,7 +147,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if first and self.graph.reads is not None:
             found = self.graph.report() or ["no host reads"]
             log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
-        report = step.check(stop_requested=stop_requested())
+        report = step.check(stop_requested=stop_requested(), own=own)
         return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
 
     @override
@@ -167,7 +173,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         # Order matters: hooks hold gradients, the dispatcher holds a group, groups hold threads.
         if self._step is not None:
-            self._step.replicate.close()
+            self._step.reduction.close()
             self._step = None
         super().teardown()
 

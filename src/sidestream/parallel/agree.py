@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sidestream.model.moe import local
 from sidestream.parallel.mesh import Parallel
-from sidestream.parallel.replicate import is_expert
+from sidestream.parallel.reduction import is_expert, local
 
 
 def _digest(tensor: Tensor) -> int:

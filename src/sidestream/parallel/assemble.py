@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -16,19 +15,8 @@ from sidestream.model.moe import MoEParts
 from sidestream.model.transformer import MoETransformer
 from sidestream.overlap.path import Schedule
 from sidestream.parallel.mesh import Parallel
-from sidestream.routing.balance import AllReduce, Balance
+from sidestream.routing.balance import Balance
 from sidestream.routing.router import Router
-
-
-def _sum_over(group: dist.ProcessGroup) -> AllReduce | None:
-    if dist.get_world_size(group) == 1:
-        return None
-
-    def reduce(tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    return reduce
 
 
 def shard_experts(model: MoETransformer, parallel: Parallel) -> None:
@@ -55,7 +43,7 @@ def assemble(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
 ) -> MoETransformer:
-    """Build this rank's part of a model. Collective over all ranks.
+    """Build this rank's part of a model, with plain tensors (`Reduction.shard` comes next). Collective.
 
     Args:
         shape: Model shape.
@@ -79,11 +67,9 @@ def assemble(
         dispatcher=dispatcher,
         fusion=fusion,
         expert_range=parallel.expert_range(shape.num_experts),
-        reduce=_sum_over(parallel.control),
     )
     with device:
         model = MoETransformer(shape, parts, schedule)
     initialize(model, seed=seed)
     model.to(dtype)
-    shard_experts(model, parallel)
     return model

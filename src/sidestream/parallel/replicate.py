@@ -7,7 +7,7 @@ was already divided by the global token count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.assemble import shard_experts
 from sidestream.parallel.mesh import Parallel
+from sidestream.parallel.reduction import is_expert
 
 
 @dataclass(eq=False)
@@ -29,11 +32,6 @@ class _Bucket:
     waiting: int = 0
     work: Any = None
     ready: bool = field(default=False)
-
-
-def is_expert(parameter: Tensor) -> bool:
-    """Expert weights are the DTensors; everything else is replicated over all ranks."""
-    return isinstance(parameter, DTensor)
 
 
 def _chunks(params: list[nn.Parameter], limit_bytes: float) -> Iterable[list[nn.Parameter]]:
@@ -52,30 +50,38 @@ def _chunks(params: list[nn.Parameter], limit_bytes: float) -> Iterable[list[nn.
 
 
 class Replicate:
-    """Owns the gradients of a model and reduces them.
+    """Owns the gradients of a model and reduces them (`parallel/reduction.py` for the protocol).
 
     Args:
-        model: Its trainable parameters; experts are DTensors on `ep`.
-        parallel: Groups.
         bucket_mb: Bucket size in MiB.
     """
 
-    def __init__(self, model: nn.Module, parallel: Parallel, *, bucket_mb: float) -> None:
+    name = "replicate"
+    holds_replicas = True
+
+    def __init__(self, *, bucket_mb: float) -> None:
+        self._limit = bucket_mb * 2**20
+        self.buckets: list[_Bucket] = []
+        self._order: list[_Bucket] = []
+        self._hooks: list[Any] = []
+        self._armed = False
+        self._next = 0
+
+    def shard(self, model: MoETransformer, parallel: Parallel) -> None:
+        shard_experts(model, parallel)
+
+    def attach(self, model: nn.Module, parallel: Parallel) -> None:
         # Backward reaches the last parameters first.
         params = [p for p in model.parameters() if p.requires_grad][::-1]
-        limit = bucket_mb * 2**20
-        self.buckets: list[_Bucket] = []
         for group, members in (
             (parallel.dp_group, [p for p in params if not is_expert(p)]),
             (parallel.edp_group, [p for p in params if is_expert(p)]),
         ):
             # A group of one rank has nothing to add.
             used = group if dist.get_world_size(group) > 1 else None
-            self.buckets += [self._make_bucket(used, chunk) for chunk in _chunks(members, limit)]
+            self.buckets += [self._make_bucket(used, chunk) for chunk in _chunks(members, self._limit)]
         position = {id(p): index for index, p in enumerate(params)}
         self._order = sorted(self.buckets, key=lambda b: max(position[id(p)] for p in b.params))
-        self._armed = False
-        self._next = 0
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook_for(bucket))
             for bucket in self.buckets
@@ -125,7 +131,7 @@ class Replicate:
                 p.grad = grad
 
     @contextmanager
-    def last_micro_batch(self):  # type: ignore[no-untyped-def]
+    def last_micro_batch(self) -> Iterator[None]:
         """Backward inside this context reduces. On exit every gradient is the sum over its ranks."""
         self._armed, self._next = True, 0
         for bucket in self.buckets:
@@ -139,6 +145,9 @@ class Replicate:
                 bucket.work.wait()
                 bucket.work = None
         self._armed = False
+
+    def shard_group(self, parallel: Parallel, *, expert: bool) -> dist.ProcessGroup | None:
+        return parallel.ep_group if expert and parallel.ep_size > 1 else None
 
     def close(self) -> None:
         """Remove the hooks."""

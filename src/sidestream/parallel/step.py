@@ -11,10 +11,11 @@ Legend: M sequences per micro-batch.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from sidestream.data.batch import Batch
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.clip import clip_by_norm, global_norm
 from sidestream.parallel.mesh import Parallel
-from sidestream.parallel.replicate import Replicate
+from sidestream.parallel.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class StepReport:
         counts: Per MoE layer, routes per expert over the global batch.
         stop: A rank asked to stop after this step.
         bytes_on_wire: Bytes that all ranks sent to other ranks in this attempt's exchanges.
+        metadata_bytes: Of these, counts and routing weights; the rest are rows.
+        z: Router z-loss, layers-sum of the mean over valid tokens, without its coefficient; None if none is computed.
+        dropped: Routes dropped over the global batch; None if nothing can be dropped.
+        observed: Per MoE layer, what the balance observed, see `Ledger`; no rows unless it does.
+        per_rank: What each rank gave to `check` as `own`: name -> one number per rank.
     """
 
     loss: float
@@ -44,14 +50,11 @@ class StepReport:
     counts: Tensor
     stop: bool
     bytes_on_wire: int
-
-    @property
-    def load(self) -> float:
-        """Largest expert load over the mean load, the worst layer; 1.0 is perfect balance, 0 without MoE layers."""
-        if self.counts.numel() == 0:
-            return 0.0
-        counts = self.counts.double()
-        return float((counts.amax(dim=1) / counts.mean(dim=1)).max())
+    metadata_bytes: int = 0
+    z: float | None = None
+    dropped: int | None = None
+    observed: Tensor = field(default_factory=lambda: torch.zeros(0))
+    per_rank: dict[str, list[float]] = field(default_factory=dict)
 
 
 class TrainingStep:
@@ -60,7 +63,7 @@ class TrainingStep:
     Args:
         model: The local part of the model.
         parallel: Groups.
-        replicate: Owner of the gradients.
+        reduction: Owner of the gradients, attached.
         global_batch_size: Sequences per step over all ranks.
         micro_batch_size: M.
         autocast: bf16 autocast of the forward pass; off means the parameters' dtype.
@@ -71,20 +74,22 @@ class TrainingStep:
         model: MoETransformer,
         *,
         parallel: Parallel,
-        replicate: Replicate,
+        reduction: Reduction,
         global_batch_size: int,
         micro_batch_size: int,
         autocast: bool = False,
     ) -> None:
-        self.model, self.parallel, self.replicate = model, parallel, replicate
+        self.model, self.parallel, self.reduction = model, parallel, reduction
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.autocast = autocast
         self.params = [p for p in model.parameters() if p.requires_grad]
         device = self.params[0].device
         self._nll = torch.zeros((), dtype=torch.float64, device=device)
         self._aux = torch.zeros((), dtype=torch.float64, device=device)
+        self._z = torch.zeros((), dtype=torch.float64, device=device)
         self._targets = torch.zeros((), dtype=torch.float64, device=device)
-        self._bytes_before = 0
+        self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._bytes_before = self._metadata_before = 0
 
     def precision(self) -> AbstractContextManager[object]:
         """The context of a forward pass. Never around backward: it would cast the router's gradients."""
@@ -92,76 +97,167 @@ class TrainingStep:
             return nullcontext()
         return torch.autocast(self._nll.device.type, dtype=torch.bfloat16)
 
-    def count_targets(self, batch: Batch) -> Tensor:
-        """Targets of the global batch, scalar fp64 on the device. A collective only for data with padding."""
+    def count_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Targets and valid tokens of the global batch, scalars fp64 on the device, at least 1.
+
+        A collective only for data with padding.
+        """
         if batch.segments is None:
-            return torch.full_like(self._targets, self.global_batch_size * batch.seq_length)
-        targets = batch.num_targets().double()
+            total = torch.full_like(self._targets, self.global_batch_size * batch.seq_length)
+            return total, total
+        counted = torch.stack([batch.num_targets(), (batch.segments >= 0).sum()]).double()
         if self.parallel.world_size > 1:
-            dist.all_reduce(targets, group=self.parallel.control)
-        return targets.clamp(min=1)
+            dist.all_reduce(counted, group=self.parallel.control)
+        targets, tokens = counted.clamp(min=1)
+        return targets, tokens
 
     def attempt(self, batch: Batch) -> None:
         """Forward, backward and reduction of this rank's share of the global batch."""
-        self.replicate.zero()
+        self.reduction.zero()
         self.model.ledger.begin_attempt()
         self._nll.zero_()
         self._aux.zero_()
+        self._z.zero_()
         self._bytes_before = self.model.parts.dispatcher.bytes_sent()
-        self._targets.copy_(self.count_targets(batch))
-        coefficient = self.model.parts.balance.coefficient
+        self._metadata_before = self.model.parts.dispatcher.metadata_bytes_sent()
+        targets, tokens = self.count_tokens(batch)
+        self._targets.copy_(targets)
+        self._tokens.copy_(tokens)
+        balance = self.model.parts.balance
+        global_counts: Tensor | None = None
         micro_batches = batch.split(self.micro_batch_size)
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with self.precision():
                 sums = self.model.loss_sums(micro_batch)
+            if index == 0 and sums.probs is not None:
+                global_counts = self._global_counts(micro_batches[1:])
+            aux = sums.aux if sums.probs is None else self._global_aux(sums.probs, global_counts)
             # Divided once, by the global counts; every reduction afterwards is a plain sum.
-            loss = sums.nll / self._targets.float() + sums.aux * (coefficient / self.global_batch_size)
+            loss = sums.nll / self._targets.float() + aux * (balance.coefficient / self.global_batch_size)
             self._nll += sums.nll.detach()
-            self._aux += sums.aux.detach()
-            with self.replicate.last_micro_batch() if is_last else nullcontext():
+            self._aux += aux.detach()
+            if sums.z is not None:
+                loss = loss + sums.z * (balance.z_loss_coefficient / self._tokens.float())
+                self._z += sums.z.detach()
+            with self.reduction.last_micro_batch() if is_last else nullcontext():
                 loss.backward()
 
-    def check(self, *, stop_requested: bool = False) -> StepReport:
+    def _global_counts(self, rest: list[Batch]) -> Tensor:
+        """Routes per expert over the whole step, `[MoE layers, E]`, known before its first backward. Collective.
+
+        For a loss over the global batch, whose gradient at every token depends on all counts. What the first
+        micro-batch chose is known by now. The others run forward once more, without a graph and from the same random
+        numbers: accumulation over A micro-batches costs A - 1 more forward passes, and no accumulation costs none.
+        """
+        ledger, device = self.model.ledger, self._nll.device
+        devices = [device] if device.type == "cuda" else []
+        with ledger.rehearsal(), torch.no_grad(), torch.random.fork_rng(devices), self.precision():
+            for micro_batch in rest:
+                self.model.loss_sums(micro_batch)
+            counts = ledger.counts.clone()
+        if self.parallel.world_size > 1:
+            dist.all_reduce(counts, group=self.parallel.control)
+        return counts
+
+    def _global_aux(self, probs: Tensor, counts: Tensor | None) -> Tensor:
+        """The micro-batch's share, in the unit of `LossSums.aux`."""
+        assert counts is not None
+        parts = self.model.parts
+        loss = parts.balance.global_loss(
+            probs, counts, num_tokens=self._tokens.float(), top_k=parts.router.top_k
+        )
+        return loss * self.global_batch_size
+
+    def check(self, *, stop_requested: bool = False, own: Mapping[str, float] | None = None) -> StepReport:
         """Reduce what the ranks report and read it: the only host read of a step outside the dispatchers.
 
         Args:
             stop_requested: This rank wants to stop after this step.
+            own: Numbers of this rank that are not to be added up, under names that are equal on all ranks. They
+                come back as `per_rank`, so that a maximum or a spread needs no reduction of its own.
 
         Raises:
             FloatingPointError: On every rank, if the loss is not finite. Nothing has been committed then.
         """
-        counts = self.model.ledger.counts
-        sent = self.model.parts.dispatcher.bytes_sent() - self._bytes_before
-        header = torch.tensor([float(stop_requested), float(sent)], dtype=torch.float64, device=counts.device)
-        packed = torch.cat([torch.stack([self._nll, self._aux]), header, counts.double().view(-1)])
-        if self.parallel.world_size > 1:
-            dist.all_reduce(packed, group=self.parallel.control)
-        targets, nll, aux, stop, bytes_on_wire, *flat = torch.cat([self._targets.view(1), packed]).tolist()
-        report = StepReport(
-            loss=nll / targets,
-            aux=aux / self.global_batch_size,
-            counts=torch.tensor(flat, dtype=torch.int64).view(counts.shape),
-            stop=stop > 0,
-            bytes_on_wire=int(bytes_on_wire),
-        )
+        own = own or {}
+        sums = self._sum_over_ranks(self._parts(stop_requested=stop_requested, own=own))
+        (targets,), (nll,) = sums["targets"], sums["nll"]
         if not math.isfinite(nll):
             raise FloatingPointError(
-                f"the training loss is {report.loss}; lower optimizer.lr, or raise scheduler.warmup_steps"
+                f"the training loss is {nll / targets}; lower optimizer.lr, or raise scheduler.warmup_steps"
             )
-        return report
+        ledger, parts = self.model.ledger, self.model.parts
+        can_drop = getattr(parts.router, "expert_capacity_factor", None) is not None
+        return StepReport(
+            loss=nll / targets,
+            aux=sums["aux"][0] / self.global_batch_size,
+            counts=torch.tensor(sums["counts"], dtype=torch.int64).view(ledger.counts.shape),
+            z=sums["z"][0] / sums["tokens"][0] if parts.balance.z_loss_coefficient else None,
+            dropped=int(sum(sums["dropped"])) if can_drop else None,
+            observed=torch.tensor(sums["observed"], dtype=torch.float64).view(ledger.observed.shape),
+            stop=sums["stop"][0] > 0,
+            bytes_on_wire=int(sums["bytes"][0]),
+            metadata_bytes=int(sums["bytes"][1]),
+            # Every rank wrote its own slots only, so the sum is a gather.
+            per_rank={name: sums["own"][i :: len(own)] for i, name in enumerate(own)},
+        )
+
+    def _parts(self, *, stop_requested: bool, own: Mapping[str, float]) -> dict[str, Tensor | list[float]]:
+        """What the ranks add up: name -> tensor on the device, or numbers on the host. All sizes agree over ranks.
+
+        To report something more: an entry here and its reader in `check`. It costs no reduction and no read.
+        """
+        dispatcher, rank = self.model.parts.dispatcher, dist.get_rank()
+        before, after = [0.0] * len(own) * rank, [0.0] * len(own) * (self.parallel.world_size - rank - 1)
+        return {
+            "nll": self._nll,
+            "aux": self._aux,
+            "z": self._z,
+            **self.model.ledger.totals(),
+            "stop": [float(stop_requested)],
+            "bytes": [
+                float(dispatcher.bytes_sent() - self._bytes_before),
+                float(dispatcher.metadata_bytes_sent() - self._metadata_before),
+            ],
+            "own": [*before, *own.values(), *after],
+        }
+
+    def _sum_over_ranks(self, parts: dict[str, Tensor | list[float]]) -> dict[str, list[float]]:
+        """Add up over all ranks in one reduction, read in one `tolist`: name -> flat numbers. fp64 throughout.
+
+        The result also has "targets" and "tokens", which every rank knows already.
+        """
+        device = self._nll.device
+        on_device = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        on_host = {name: part for name, part in parts.items() if not isinstance(part, Tensor)}
+        # All host numbers cross to the device together.
+        numbers = torch.tensor(
+            [n for part in on_host.values() for n in part], dtype=torch.float64, device=device
+        )
+        packed = torch.cat([*(part.double().reshape(-1) for part in on_device.values()), numbers])
+        if self.parallel.world_size > 1:
+            dist.all_reduce(packed, group=self.parallel.control)
+        flat = iter(torch.cat([self._targets.view(1), self._tokens.view(1), packed]).tolist())
+        sizes = {"targets": 1, "tokens": 1, **{name: part.numel() for name, part in on_device.items()}}
+        sizes |= {name: len(part) for name, part in on_host.items()}
+        return {name: list(itertools.islice(flat, size)) for name, size in sizes.items()}
 
     def commit(
         self, report: StepReport, *, optimizer_step: Callable[[], object], max_norm: float | None
     ) -> Tensor:
         """Clip, step the optimizer, update the balancing bias; return the norm before clipping, fp32, on device."""
-        group = self.parallel.ep_group if self.parallel.ep_size > 1 else None
-        norm = global_norm(self.params, ep_group=group)
+        norm = global_norm(
+            self.params,
+            expert_group=self.reduction.shard_group(self.parallel, expert=True),
+            dense_group=self.reduction.shard_group(self.parallel, expert=False),
+        )
         if max_norm is not None:
             clip_by_norm(self.params, norm, max_norm)
         optimizer_step()
         with torch.no_grad():
-            on_device = report.counts.to(norm.device)
-            for moe, counts in zip(self.model.moe_layers(), on_device):
-                self.model.parts.balance.commit(moe.selection_bias, counts)
+            counts, observed = report.counts.to(norm.device), report.observed.to(norm.device)
+            for layer, moe in enumerate(self.model.moe_layers()):
+                seen = observed[layer] if len(observed) else None
+                self.model.parts.balance.commit(moe.selection_bias, counts[layer], seen)
         return norm
