@@ -37,3 +37,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+
+.PHONY: readme
+readme: $(STAMP)
+	$(BIN)/python scripts/render_readme.py $(ARGS)
+
+# Published MoE layers for scripts/bench_layer.py. torchtitan asks for more than its MoE layer imports.
+.PHONY: peers
+peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable ".[dev,peers]"
+	$(BIN)/python -m pip install --quiet --no-deps torchtitan==0.3.0 spmd-types==0.2.3 tyro docstring-parser triton

@@ -1,4 +1,4 @@
-"""Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt="import "]`."""
+"""Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt=<text>]`."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 
-DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": "import "}
+DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
 
 
 def main(argv: list[str]) -> None:
@@ -47,8 +47,8 @@ def report(cfg: DictConfig, *, checkpoint: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
         env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
         result = evaluate(cfg, layout=layout, env=env, checkpoint=checkpoint)
-    print(f"checkpoint {checkpoint}\nval_loss   {result['val_loss']:.4f} nats per token")
-    print(f"sample     {cfg.sample.prompt}{result['sample']}")
+    print(f"checkpoint {checkpoint}\nval_loss   {result['val_loss']:.4f} nats per {result['unit']}")
+    print(f"sample     {result['prompt']}{result['sample']}")
 
 
 def _checkpoint(run: Path, given: str) -> Path | None:

@@ -5,7 +5,9 @@ python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's fil
 """
 
 import argparse
+import contextlib
 import hashlib
+import io
 import json
 import shutil
 import sys
@@ -64,9 +66,7 @@ def take(run: Path) -> None:
         raise ValueError(
             f"run={run}: status {result['status']}, {len(env['previous'])} resumes; expected one whole run"
         )
-    kept: dict[str, Any] = {
-        name: env[name] for name in ("started", "python", "cpu", "cpu_count", "environment")
-    }
+    kept: dict[str, Any] = {name: env[name] for name in ("started", "python", "cpu", "cpu_count")}
     # Written last by the run: from the start of rank 0 to the result, with data, validation and checkpoints.
     ended = (run / "result.json").stat().st_mtime
     kept["seconds"] = round(ended - datetime.fromisoformat(env["started"]).timestamp())
@@ -125,7 +125,8 @@ def draw(picture: Path) -> None:
         folder = Path(scratch)
         shutil.copyfile(RESULT, folder / "result.json")
         shutil.copyfile(METRICS, folder / "metrics.jsonl")
-        assert plot_loss([str(folder), "--out", str(folder / "loss.png")]) == 0
+        with contextlib.redirect_stdout(io.StringIO()):  # the name of a file that is gone in a moment
+            assert plot_loss([str(folder), "--out", str(folder / "loss.png")]) == 0
         info = PngInfo()
         info.add_text(DIGEST, data_digest())
         Image.open(folder / "loss.png").save(picture, pnginfo=info, optimize=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
-from sidestream.model.config import ModelShape
+from sidestream.config.errors import ConfigError
+from sidestream.convert.initial import load_before_sharding
+from sidestream.model.config import MLAShape, ModelShape
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel
-from sidestream.parallel.replicate import is_expert
+from sidestream.parallel.reduction import Reduction, is_expert
 
 # trainer.precision -> dtype of the parameters, dtype of autocast
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -30,9 +33,30 @@ def make(node: DictConfig, **kwargs: Any) -> Any:
 
 
 def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
-    """The model's sizes; the vocabulary comes from the data."""
+    """The model's sizes.
+
+    Args:
+        cfg: The root config.
+        vocab_size: Number of different tokens in the data, the model's vocabulary unless it states a larger one.
+    """
     values: Any = OmegaConf.to_container(cfg.model, resolve=True)
-    return ModelShape(vocab_size=vocab_size, **values)
+    stated = values.pop("vocab_size", None)
+    if stated is not None and stated < vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            stated,
+            f"the data has {vocab_size} different tokens",
+            expected=f"null or at least {vocab_size}",
+            fix="model.vocab_size=null",
+        )
+    mla = values.pop("mla", None)
+    return ModelShape(vocab_size=stated or vocab_size, mla=mla and MLAShape(**mla), **values)
+
+
+def initial_weights(cfg: DictConfig) -> Path | None:
+    """The folder to start from; None if there is none, or if a checkpoint of the run takes its place."""
+    value = cfg.get("initial_weights")
+    return None if value is None or cfg.get("resume") is not None else Path(value).expanduser()
 
 
 def model_builder(
@@ -50,7 +74,7 @@ def model_builder(
     )
 
     def build(parallel: Parallel) -> MoETransformer:
-        return assemble(
+        model = assemble(
             shape,
             router=router,
             balance=balance,
@@ -64,8 +88,17 @@ def model_builder(
             dtype=dtype,
             compute_dtype=compute_dtype,
         )
+        if (folder := initial_weights(cfg)) is not None:
+            load_before_sharding(model, folder)
+        return model
 
     return build
+
+
+def reduction(cfg: DictConfig) -> Reduction:
+    """The owner of the gradients: `_target_` of the strategy, with its own keys."""
+    options = {k: v for k, v in cfg.strategy.items() if k not in ("expert_parallel_size", "timeout_seconds")}
+    return make(OmegaConf.create(options))
 
 
 def param_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sidestream import build
 from sidestream.config.compatibility import Layout
+from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
 from sidestream.launch.worker import RankEnv
@@ -27,20 +28,24 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
     """Load a checkpoint on one rank and measure it.
 
     Args:
-        cfg: The run's resolved config for one rank, with `sample.prompt` and `sample.num_tokens`.
+        cfg: The run's resolved config for one rank, with `sample.prompt` (None: the data's example) and
+            `sample.num_tokens`.
         layout: One rank.
         env: One rank.
         checkpoint: A checkpoint folder.
 
     Returns:
-        `val_loss` in nats per token, over the same sequences as in training; `sample`, the generated text.
+        `val_loss` in nats per `unit` (byte or token), over the same sequences as in training; `prompt` and `sample`,
+        the generated text after it.
     """
     device = torch.device("cuda", 0) if layout.device_type == "cuda" else torch.device("cpu")
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
     owns_world = join_world(env, device, timeout=timeout)
     try:
         source: DataSource = build.make(cfg.data)
+        text = source.example_prompt if cfg.sample.prompt is None else cfg.sample.prompt
         corpus = source.load()
+        check_corpus(corpus, checkpoint)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
         model = build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device)(parallel)
         load_weights(model, checkpoint)
@@ -48,9 +53,12 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
         autocast = build.PRECISIONS[cfg.trainer.precision][1] is not None
         with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             loss = validation_loss(model, cfg, corpus, device)
+            # A model needs something to continue: at least the end of another document.
+            prompt = source.encode(text) or [corpus.eos_token or 0]
             tokens = generate(
                 model,
-                torch.tensor([source.encode(cfg.sample.prompt)], device=device),
+                torch.tensor([prompt], device=device),
+                vocab_size=corpus.vocab_size,
                 num_tokens=cfg.sample.num_tokens,
                 context=cfg.data.seq_length,
                 generator=torch.Generator(device).manual_seed(cfg.seed),
@@ -59,7 +67,23 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
     finally:
         if owns_world:
             leave_world()
-    return {"val_loss": loss, "sample": source.decode(tokens)}
+    return {"val_loss": loss, "unit": corpus.unit, "prompt": text, "sample": source.decode(tokens)}
+
+
+def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
+    """Raises ConfigError if the data, or its tokenizer, is not what the checkpoint was trained on.
+
+    Text that changed since is split, and with bpe also numbered, in another way: the loss would mean nothing.
+    """
+    trained = torch.load(checkpoint / "meta.pt", weights_only=True)["sidestream"]["data_checksum"]
+    if corpus.checksum != trained:
+        raise ConfigError(
+            "run",
+            str(checkpoint),
+            f"trained on data with checksum {trained[:16]}, but the data is now {corpus.checksum[:16]}",
+            expected="the files, or the interpreter, of the run",
+            fix="restore the data of the run, or train again",
+        )
 
 
 def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, device: torch.device) -> float:
@@ -71,6 +95,7 @@ def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, devi
         rank=0,
         world_size=1,
         num_batches=cfg.trainer.limit_val_batches or None,
+        packing=cfg.data.get("packing", "concat"),
     )
     nll, tokens = 0.0, 0
     for batch in batches:
@@ -80,12 +105,21 @@ def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, devi
 
 
 def generate(
-    model: MoETransformer, prompt: Tensor, *, num_tokens: int, context: int, generator: torch.Generator
+    model: MoETransformer,
+    prompt: Tensor,
+    *,
+    vocab_size: int,
+    num_tokens: int,
+    context: int,
+    generator: torch.Generator,
 ) -> list[int]:
-    """Sample `num_tokens` tokens after `prompt` `[1, S]` int64; the model sees the last `context` tokens."""
+    """Sample `num_tokens` tokens below `vocab_size` (a model may know more than its data has).
+
+    They follow `prompt` `[1, S]` int64; the model sees the last `context` tokens.
+    """
     tokens = prompt
     for _ in range(num_tokens):
-        logits = model(tokens[:, -context:])[:, -1].float() / TEMPERATURE
+        logits = model(tokens[:, -context:])[:, -1, :vocab_size].float() / TEMPERATURE
         chosen = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, chosen], dim=1)
     return tokens[0, prompt.shape[1] :].tolist()

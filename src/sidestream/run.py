@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import shlex
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -29,19 +27,23 @@ from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
 from sidestream.data.ngram import ngram_baselines
+from sidestream.data.packing import PackedDataset
 from sidestream.launch import stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
 from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
 from sidestream.lightning.environment import RankEnvironment
-from sidestream.lightning.loggers import build_loggers, finish_loggers
+from sidestream.lightning.loggers import build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
 from sidestream.lightning.private import own_signals
 from sidestream.lightning.progress import RichProgress
-from sidestream.lightning.recorder import Recorder
+from sidestream.lightning.recorder import Recorder, Sizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.account import Account, account
+from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
+from sidestream.tracking.machine import Peak, memory_reader
+from sidestream.tracking.machine import peak as device_peak
 from sidestream.tracking.result import Baselines, Metrics, RunResult
 
 log = logging.getLogger(__name__)
@@ -73,12 +75,17 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     failed = True
     try:
         result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress)
+        if env.rank == 0:
+            _draw_load(run_folder, loggers, result)
         failed = False
     finally:
         finish_loggers(loggers, int(failed))
     if env.rank == 0:
         run_folder.write_result(result.as_dict())
-        progress.show_end(val_loss=result.metrics.val_loss, folder=Path(os.path.relpath(folder)))
+        metrics = result.metrics
+        progress.show_end(
+            val_loss=metrics.val_loss, mfu=metrics.mfu, folder=Path(os.path.relpath(folder))
+        )
     return result.as_dict()
 
 
@@ -95,32 +102,48 @@ def _fit(
     strategy = ExpertParallelStrategy(
         env=env,
         expert_parallel_size=layout.expert_parallel_size,
-        bucket_mb=cfg.strategy.bucket_mb,
+        reduction=build.reduction(cfg),
         timeout_seconds=cfg.strategy.timeout_seconds,
         graph=build.make(cfg.graph),
         store=torchrun.store,
     )
-    common = {"seq_length": cfg.data.seq_length, "global_batch_size": cfg.data.global_batch_size}
-    ranks = {"rank": env.rank, "world_size": env.world_size}
+    common: dict[str, Any] = {
+        "seq_length": cfg.data.seq_length,
+        "global_batch_size": cfg.data.global_batch_size,
+        "packing": cfg.data.get("packing", "concat"),
+    }
+    ranks: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     batches = train_loader(corpus, shuffle=cfg.data.shuffle, seed=cfg.seed, **common, **ranks)
+    device = _device(layout, env)
+    weights, autocast = build.PRECISIONS[cfg.trainer.precision]
+    peak = device_peak(cfg.trainer.peak_tflops, device=device, dtype=autocast or weights)
     recorder = Recorder(
         rank=env.rank,
         folder=run_folder,
         loggers=loggers,
         progress=progress,
-        tokens_per_step=cfg.data.global_batch_size * cfg.data.seq_length,
-        every=cfg.trainer.log_every_n_steps,
+        sizes=Sizes(
+            tokens_per_step=cfg.data.global_batch_size * cfg.data.seq_length,
+            flops_per_token=start.flops_per_token or 0.0,
+            expert_parallel_size=layout.expert_parallel_size,
+            max_steps=cfg.trainer.max_steps,
+            every=cfg.trainer.log_every_n_steps,
+        ),
+        peak=peak,
+        memory=memory_reader(device),
     )
-    module = _module(cfg, layout, corpus, start, recorder, batches, _device(layout, env))
+    module = _module(cfg, layout, corpus, start, recorder, batches, device)
     if env.rank == 0:
-        _show_start(progress, cfg, start, corpus, run_folder.path)
+        _show_start(progress, start, corpus, batches, run_folder.path)
+        if cfg.router.get("force_balance"):
+            log.warning("router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only")
     trainer = _trainer(cfg, layout, env, strategy, loggers, [progress], run_folder.path)
     validation = None
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
     trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
-    result = _end_result(start, module, recorder, strategy)
+    result = _end_result(start, module, recorder, strategy, peak)
     # Only at a regular end: after an error the other ranks may not come to a collective tear-down.
     module.model.parts.dispatcher.close()
     strategy.leave_world()
@@ -149,6 +172,7 @@ def _module(
             autocast=build.PRECISIONS[cfg.trainer.precision][1] is not None,
             data_checksum=corpus.checksum,
             changes_model=bool(start.changes_model),
+            initial_weights=build.initial_weights(cfg),
         ),
         recorder=recorder,
         stop_requested=lambda: stopping.requested() is not None,
@@ -187,6 +211,7 @@ def _trainer(
         enable_checkpointing=False,
         logger=loggers or False,
         callbacks=[*callbacks, saving],
+        inference_mode=False,  # fully_shard gathers into tensors that training uses again
         default_root_dir=folder,
     )
     own_signals(trainer)
@@ -240,7 +265,7 @@ def _start_result(
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,
-        changes_model=bool(build.make(cfg.overlap).changes_model),
+        changes_model=bool(build.make(cfg.overlap).changes_model or cfg.router.get("force_balance")),
         metrics=Metrics(baselines=Baselines(**ngram_baselines(corpus)) if launch else Baselines()),
         versions=package_versions(),
         commit=f"{commit}-dirty" if commit and dirty else commit,
@@ -248,7 +273,11 @@ def _start_result(
 
 
 def _end_result(
-    start: RunResult, module: SidestreamModule, recorder: Recorder, strategy: ExpertParallelStrategy
+    start: RunResult,
+    module: SidestreamModule,
+    recorder: Recorder,
+    strategy: ExpertParallelStrategy,
+    peak: Peak,
 ) -> RunResult:
     summary = recorder.summary()
     metrics = replace(
@@ -258,6 +287,9 @@ def _end_result(
         tokens=summary.tokens,
         tokens_per_second=summary.tokens_per_second,
         step_ms=summary.step_ms,
+        mfu=summary.mfu,
+        peak_tflops=summary.peak_tflops,
+        peak_source=peak.source,
         peak_memory_bytes=_peak_memory(strategy),
         bytes_on_wire=summary.bytes_on_wire,
     )
@@ -267,15 +299,22 @@ def _end_result(
 def _peak_memory(strategy: ExpertParallelStrategy) -> int:
     """Largest of all ranks: resident set of the process on CPU, allocated memory on CUDA."""
     device = strategy.root_device
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    _, peak = memory_reader(device)()
     value = torch.tensor(peak, dtype=torch.int64, device=device)
     if strategy.world_size > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=strategy.parallel.control)
     return int(value)
+
+
+def _draw_load(run_folder: RunFolder, loggers: list[Logger], result: RunResult) -> None:
+    """expert_load.png and its mirrors. A picture is no reason for a trained run to fail."""
+    try:
+        picture = expert_load.write_picture(run_folder.path)
+        if picture is not None:
+            step = run_folder.read_expert_load()[-1][names.STEP]
+            mirror_picture(loggers, names.LOAD_PICTURE, picture, step=step)
+    except Exception as error:
+        log.warning("no picture of the expert load: %s: %s", type(error).__name__, error)
 
 
 def _loggers(
@@ -286,7 +325,9 @@ def _loggers(
         "expert_parallel_size": layout.expert_parallel_size,
         "expert_data_parallel_size": layout.expert_data_parallel_size,
         "commit": start.commit,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
+        "gpu": torch.cuda.get_device_name() if layout.device_type == "cuda" else None,
+        "overrides": launch.overrides if launch else [],
         "data_checksum": start.data_checksum,
     }
     choices = launch.choices if launch else {}
@@ -294,9 +335,12 @@ def _loggers(
 
 
 def _show_start(
-    progress: RichProgress, cfg: DictConfig, start: RunResult, corpus: Corpus, folder: Path
+    progress: RichProgress, start: RunResult, corpus: Corpus, batches: StatefulLoader, folder: Path
 ) -> None:
     baselines = start.metrics.baselines
+    counts = {"bigram": baselines.bigram, "trigram": baselines.trigram}
+    rows = batches.rows
+    fill = f", rows {rows.fill:.1%} full" if isinstance(rows, PackedDataset) else ""
     progress.show_start(
         choices=start.choices,
         world_size=start.world_size or 1,
@@ -304,8 +348,9 @@ def _show_start(
         transport=start.transport,
         params_total=start.params_total or 0,
         params_active=start.params_active or 0,
-        data_name=corpus.name,
-        baselines={"bigram": baselines.bigram or 0.0, "trigram": baselines.trigram or 0.0},
+        data_name=f"{corpus.name}{fill}",
+        baselines={name: loss for name, loss in counts.items() if loss is not None},
+        unit=f"nats/{corpus.unit}",
         folder=Path(os.path.relpath(folder)),
     )
 

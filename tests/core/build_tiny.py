@@ -23,8 +23,8 @@ from sidestream.model.config import ModelShape
 from sidestream.model.transformer import MoETransformer
 from sidestream.overlap.none import NoOverlap
 from sidestream.parallel.assemble import assemble
-from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.fully_shard import FullyShard
+from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.reduction import Reduction, is_expert
 from sidestream.parallel.replicate import Replicate
 from sidestream.parallel.step import TrainingStep
@@ -40,7 +40,12 @@ BALANCES: dict[str, Any] = {
     "aux": lambda: AuxLoss(coefficient=0.02, scope="sequence"),
     "aux_micro_batch": lambda: AuxLoss(coefficient=0.02, scope="micro_batch"),
     "aux_global": lambda: AuxLoss(coefficient=0.02, scope="global"),
-    "aux_z": lambda: AuxLoss(coefficient=0.02, scope="global", z_loss_coefficient=0.01),
+    "aux_global_z": lambda: AuxLoss(coefficient=0.02, scope="global", z_loss_coefficient=0.01),
+    # Loud enough to be seen beside the language-model loss.
+    "aux_strong": lambda: AuxLoss(coefficient=5.0, scope="sequence"),
+    "aux_micro_batch_strong": lambda: AuxLoss(coefficient=5.0, scope="micro_batch"),
+    "aux_global_strong": lambda: AuxLoss(coefficient=5.0, scope="global"),
+    "none_z": lambda: NoBalance(z_loss_coefficient=0.1),
     "quantile": lambda: QuantileBalance(ema=0.5),
 }
 ROUTERS: dict[str, Any] = {

@@ -113,7 +113,7 @@ def test_a2_other_norms_and_an_empty_shard(expert_grads, norm_type, expected):
 def test_a2_norm_of_several_tensors_on_one_rank(norm_type, expected):
     params = [nn.Parameter(torch.zeros(size)) for size in (1, 2, 4)]
     params[0].grad, params[1].grad = torch.tensor([-3.0]), torch.tensor([2.0, 1.0])  # the last one has none
-    assert global_norm(params, ep_group=None, norm_type=norm_type).item() == pytest.approx(expected)
+    assert global_norm(params, expert_group=None, norm_type=norm_type).item() == pytest.approx(expected)
 
 
 # a4: the router gets a partial gradient under EP

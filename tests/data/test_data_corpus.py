@@ -11,14 +11,18 @@ import pytest
 
 from sidestream.config.errors import ConfigError
 from sidestream.data import python_source
-from sidestream.data.corpus import open_or_build, read_corpus, write_corpus
 from sidestream.data.python_source import PythonSource, is_validation, source_paths
+from sidestream.data.store import Content, open_or_build, read_corpus, write_corpus
 
 TRAIN, VAL = bytes(range(200)) * 50, b"validation" * 30
 
 
+def _content(train=TRAIN, val=VAL):
+    return Content(256, [("train", train), ("val", val)])
+
+
 def _write(folder):
-    write_corpus(folder, name="x", vocab_size=256, train=TRAIN, val=VAL)
+    write_corpus(folder, _content(), name="x")
 
 
 def _tree(root, files):
@@ -52,7 +56,7 @@ def test_written_tokens_are_read_back_mapped_and_read_only(tmp_path):
 def test_checksum_tells_corpora_apart(tmp_path):
     _write(tmp_path / "a")
     _write(tmp_path / "b")
-    write_corpus(tmp_path / "c", name="x", vocab_size=256, train=TRAIN[:-1] + b"!", val=VAL)
+    write_corpus(tmp_path / "c", _content(TRAIN[:-1] + b"!"), name="x")
     a, b, c = (read_corpus(tmp_path / name).checksum for name in "abc")
     assert a == b != c
 
@@ -83,7 +87,7 @@ def test_a_damaged_cache_is_noticed_and_rebuilt(tmp_path, damage):
     good = read_corpus(tmp_path).checksum
     damage(tmp_path)
     assert read_corpus(tmp_path) is None
-    assert open_or_build(tmp_path, lambda: (TRAIN, VAL), name="x", vocab_size=256).checksum == good
+    assert open_or_build(tmp_path, _content, name="x").checksum == good
 
 
 def test_a_write_that_stops_half_way_leaves_no_valid_corpus(tmp_path, monkeypatch):
@@ -104,20 +108,20 @@ def test_a_write_that_stops_half_way_leaves_no_valid_corpus(tmp_path, monkeypatc
 
 def test_a_good_cache_is_not_built_again(tmp_path):
     _write(tmp_path)
-    open_or_build(tmp_path, lambda: pytest.fail("built again"), name="x", vocab_size=256)
+    open_or_build(tmp_path, lambda: pytest.fail("built again"), name="x")
 
 
 _BUILDER = """
 import sys, time
 from pathlib import Path
-from sidestream.data.corpus import open_or_build
+from sidestream.data.store import Content, open_or_build
 root = Path(sys.argv[1])
 (root / f"ready{sys.argv[2]}").touch()
 while not (root / "go").exists():
     time.sleep(0.001)
 for i in range(10):
-    build = lambda: (bytes(range(200)) * 5000, b"validation" * 30)
-    corpus = open_or_build(root / str(i), build, name="x", vocab_size=256)
+    parts = [("train", bytes(range(200)) * 5000), ("val", b"validation" * 30)]
+    corpus = open_or_build(root / str(i), lambda: Content(256, parts), name="x")
     assert corpus.train_tokens.size == 1_000_000 and corpus.val_tokens[0] == ord("v")
 """
 
@@ -142,10 +146,7 @@ def test_threads_that_repair_at_once_all_get_a_good_corpus(tmp_path):
     _write(tmp_path)
     _flip(tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(open_or_build, tmp_path, lambda: (TRAIN, VAL), name="x", vocab_size=256)
-            for _ in range(8)
-        ]
+        jobs = [pool.submit(open_or_build, tmp_path, _content, name="x") for _ in range(8)]
         assert all(job.result(timeout=20).train_tokens.tobytes() == TRAIN for job in jobs)
 
 

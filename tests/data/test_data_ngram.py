@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from sidestream.data import ngram
-from sidestream.data.corpus import Corpus, read_corpus, write_corpus
+from sidestream.data.corpus import Corpus
+from sidestream.data.store import Content, read_corpus, write_corpus
 
 
 def _losses(train, val, vocab_size=2):
@@ -47,7 +48,8 @@ def test_more_context_is_better_on_text_that_has_it():
 
 
 def test_kept_beside_the_tokens_and_not_trusted_for_others(tmp_path, monkeypatch):
-    write_corpus(tmp_path, name="x", vocab_size=256, train=b"abracadabra" * 9, val=b"abracadabra")
+    parts = [("train", b"abracadabra" * 9), ("val", b"abracadabra")]
+    write_corpus(tmp_path, Content(256, parts), name="x")
     corpus = read_corpus(tmp_path)
     losses = ngram.ngram_baselines(corpus)
     assert set(losses) == {"bigram", "trigram"}
@@ -69,3 +71,13 @@ def test_what_cannot_be_counted_is_refused():
         _losses([0, 1, 0], [0, 1, 0], 300)
     with pytest.raises(ValueError, match="at least 3"):
         _losses([0, 1], [0, 1, 0])
+
+
+def test_vocabularies_and_splits_without_a_sensible_count_have_none(monkeypatch):
+    tokens = np.frombuffer(b"abracadabra", np.uint8)
+    assert (
+        ngram.ngram_baselines(Corpus("x", 257, tokens.astype(np.uint16), tokens.astype(np.uint16), "s")) == {}
+    )
+    assert ngram.ngram_baselines(Corpus("x", 256, tokens, tokens[:2], "s")) == {}
+    monkeypatch.setattr(ngram, "_MAX_TOKENS", 10)
+    assert ngram.ngram_baselines(Corpus("x", 256, tokens, tokens, "s")) == {}

@@ -170,6 +170,15 @@ def test_validation_is_spread_over_the_split_without_repeats():
     assert firsts[-1] > 40
 
 
+@pytest.mark.parametrize("bad", [-1, 200, 70000])
+def test_a_token_the_model_does_not_know_stops_the_run(bad):
+    tokens = np.zeros(200, np.int64)
+    tokens[100] = bad
+    loader = _train(Corpus("x", 200, tokens, tokens, "sum"), shuffle=False)
+    with pytest.raises(ValueError, match=f"{bad}.*expected 0 to 199"):
+        list(islice(loader, 3))
+
+
 def test_a_validation_split_below_one_batch_is_refused():
     with pytest.raises(ConfigError, match=r"data\.global_batch_size=4: .*3 sequences"):
         _val(_corpus(val=50))

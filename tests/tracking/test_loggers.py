@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from sidestream.config import schema
 from sidestream.config.errors import ConfigError
+from sidestream.lightning import loggers
 from sidestream.lightning.loggers import build_loggers, finish_loggers
 
 WANDB = {
@@ -162,6 +163,22 @@ def test_group_falls_back_to_the_experiment(tmp_path, recorded):
     build(tmp_path / "run", {**WANDB, "group": "mine"})
     assert [call["group"] for call in recorded] == ["bias", "mine"]
     assert recorded[0]["name"] == "bias-run"
+
+
+def test_a_missing_tensorboard_is_one_line_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^logger=tensorboard: .*pip install 'tensorboard") as error:
+        build(tmp_path, {"_target_": "sidestream.lightning.loggers.tensorboard_logger"})
+    assert "\n" not in str(error.value)
+
+
+def test_names_of_jobs_stay_apart_when_their_overrides_are_long(tmp_path, recorded):
+    for job in ("0-seed-1", "1-seed-2"):
+        (tmp_path / job / ".hydra").mkdir(parents=True)
+        long = "".join(f"- model.key{i}=value\n" for i in range(12))
+        (tmp_path / job / ".hydra" / "overrides.yaml").write_text(f"{long}- seed={job[-1]}\n")
+        build(tmp_path / job, WANDB)
+    assert [call["name"] for call in recorded] == ["train-0-seed-1", "train-1-seed-2"]
 
 
 def test_a_missing_wandb_is_one_line_with_the_command(tmp_path, monkeypatch):

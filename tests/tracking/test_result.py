@@ -27,6 +27,8 @@ KEYS = {
         "tokens_per_second": None,
         "step_ms": None,
         "mfu": None,
+        "peak_tflops": None,
+        "peak_source": None,
         "peak_memory_bytes": None,
         "bytes_on_wire": None,
         "baselines": {"bigram": None, "trigram": None},

@@ -10,9 +10,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config.data_files import check_data
 from sidestream.config.devices import count_gpus
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import check_keys
+from sidestream.config.model_check import check_model, moe_blocks
+from sidestream.config.routing_check import check_routing
 
 TRUSTED_TARGETS = ("sidestream", "torch.optim", "lightning")
 
@@ -23,12 +26,22 @@ class Capabilities:
 
     Attributes:
         max_expert_parallel_size: Ranks that may share the experts; None means any number.
+        mixed_dtypes: Parameters may have several dtypes.
     """
 
     max_expert_parallel_size: int | None = None
+    mixed_dtypes: bool = True
 
 
-CAPABILITIES = {"sidestream.dispatch.local.LocalDispatcher": Capabilities(max_expert_parallel_size=1)}
+CAPABILITIES = {
+    "sidestream.dispatch.local.LocalDispatcher": Capabilities(max_expert_parallel_size=1),
+    "sidestream.parallel.fully_shard.FullyShard": Capabilities(mixed_dtypes=False),
+}
+
+
+def capabilities(node: DictConfig) -> Capabilities:
+    """Returns what the component of an option can do."""
+    return CAPABILITIES.get(node.get("_target_", ""), Capabilities())
 
 
 @dataclass(frozen=True)
@@ -72,12 +85,15 @@ def check(
     """
     check_keys(cfg)
     _check_targets(cfg)
-    _check_model(cfg.model)
+    check_model(cfg.model)
     _check_router(cfg)
+    check_data(cfg)
     _check_folders(cfg)
+    _check_precision(cfg)
     world_size, local, device_type = _world(cfg, world_size, local_world_size, device_count)
     expert_parallel_size = _expert_parallel_size(cfg, world_size)
     micro_batch_size, accumulation = _batches(cfg.data, world_size)
+    check_routing(cfg, num_tokens=micro_batch_size * cfg.data.seq_length)
     return Layout(
         world_size=world_size,
         local_world_size=local,
@@ -89,11 +105,15 @@ def check(
     )
 
 
-def moe_blocks(num_layers: int, moe_layers: Any) -> list[int]:
-    """Returns the indices of the MoE blocks. `moe_layers` is n (every n-th block) or a list of indices."""
-    if isinstance(moe_layers, int):
-        return [block for block in range(num_layers) if (block + 1) % moe_layers == 0]
-    return sorted(moe_layers)
+def _check_precision(cfg: DictConfig) -> None:
+    if cfg.trainer.precision == "bf16-true" and not capabilities(cfg.strategy).mixed_dtypes:
+        raise ConfigError(
+            "trainer.precision",
+            "bf16-true",
+            "this strategy shards tensors of one dtype together, and the router's gate stays fp32",
+            expected="32-true or bf16-mixed",
+            fix="trainer.precision=bf16-mixed",
+        )
 
 
 def _check_targets(cfg: DictConfig) -> None:
@@ -126,40 +146,6 @@ def _targets(node: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _targets(value, f"{key}.{name}" if key else str(name))
     elif key.endswith("_target_"):
         yield key, str(node)
-
-
-def _check_model(model: DictConfig) -> None:
-    layers, value = model.num_layers, model.moe_layers
-    key, expected = "model.moe_layers", f"n from 1 to {layers} (every n-th block) or a list of block indices"
-    if isinstance(value, int) and not isinstance(value, bool):
-        if not 1 <= value <= layers:
-            why = f"with model.num_layers={layers} no block would be a MoE block"
-            raise ConfigError(key, value, why, expected=f"{expected}, [] for a dense model", fix=f"{key}=[]")
-    elif OmegaConf.is_list(value):
-        blocks = list(value)
-        if len(set(blocks)) < len(blocks) or any(b not in range(layers) for b in blocks):
-            why = f"not distinct blocks of model.num_layers={layers}"
-            raise ConfigError(key, blocks, why, expected=f"indices from 0 to {layers - 1}", fix=f"{key}=2")
-    else:
-        raise ConfigError(key, value, "neither an integer nor a list", expected=expected, fix=f"{key}=2")
-    hidden, heads, kv_heads = model.hidden_size, model.num_heads, model.num_kv_heads
-    if hidden % heads or (hidden // heads) % 2:
-        best = max((h for h in range(1, heads + 1) if hidden % h == 0 and hidden // h % 2 == 0), default=None)
-        raise ConfigError(
-            "model.num_heads",
-            heads,
-            f"does not cut model.hidden_size={hidden} into heads of an even width",
-            expected=f"a divisor of {hidden} with an even quotient",
-            fix=f"model.num_heads={best}" if best else f"model.hidden_size={2 * heads}",
-        )
-    if heads % kv_heads:
-        raise ConfigError(
-            "model.num_kv_heads",
-            kv_heads,
-            f"does not divide model.num_heads={heads}",
-            expected=f"a divisor of {heads}",
-            fix=f"model.num_kv_heads={math.gcd(heads, kv_heads)}",
-        )
 
 
 def _check_router(cfg: DictConfig) -> None:
@@ -205,6 +191,12 @@ def _check_folders(cfg: DictConfig) -> None:
             raise ConfigError(
                 key, value, f"{folder} cannot be written", expected="a writable folder", fix=f"{key}=<folder>"
             )
+    if (value := cfg.get("initial_weights")) is not None:
+        folder = Path(value).expanduser()
+        if not any((folder / name).is_file() for name in ("config.json", ".metadata")):
+            key, why = "initial_weights", "no weights there"
+            expected = "a Hugging Face folder (config.json) or a checkpoint folder (.metadata)"
+            raise ConfigError(key, value, why, expected=expected, fix=f"{key}=<such a folder>")
     for name, value in cfg.data.items():
         points_at_data = name in ("path", "root") or name.endswith(("_path", "_dir", "_file"))
         if not points_at_data or name == "cache_dir" or not isinstance(value, str):
@@ -266,7 +258,7 @@ def _expert_parallel_size(cfg: DictConfig, world_size: int) -> int:
     experts = cfg.model.num_experts
     target = cfg.dispatcher.get("_target_")
     most = CAPABILITIES.get(target, Capabilities()).max_expert_parallel_size or world_size
-    dense = not moe_blocks(cfg.model.num_layers, cfg.model.moe_layers)
+    dense = not moe_blocks(cfg.model.num_layers, cfg.model.moe_layers, cfg.model.first_dense_layers)
     possible = [n for n in range(1, world_size + 1) if world_size % n == 0 and experts % n == 0 and n <= most]
     best = 1 if dense else max(possible)
     if value == "auto":

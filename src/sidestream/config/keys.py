@@ -24,6 +24,11 @@ RENAMED = {
     "model.num_shared": "model.num_shared_experts",
     "model.recompute": "model.activation_checkpointing",
     "model.checkpointing": "model.activation_checkpointing",
+    "model.first_k_dense_replace": "model.first_dense_layers",
+    "model.window_size": "model.sliding_window",
+    "model.qk_layernorm": "model.qk_norm",
+    "model.tie_word_embeddings": "model.tie_embeddings",
+    "model.shared_expert_intermediate_size": "model.shared_expert_hidden_size",
     "trainer.expert_parallel_size": "strategy.expert_parallel_size",
     "model.expert_parallel_size": "strategy.expert_parallel_size",
     "expert_parallel_size": "strategy.expert_parallel_size",
@@ -33,6 +38,18 @@ RENAMED = {
     "trainer.batch_size": "data.global_batch_size",
     "trainer.max_epochs": "trainer.max_steps",
     "trainer.accumulate_grad_batches": "data.micro_batch_size",
+    "router.capacity_factor": "router.expert_capacity_factor",
+    "router.moe_expert_capacity_factor": "router.expert_capacity_factor",
+    "router.n_group": "router.num_groups",
+    "router.topk_group": "router.top_groups",
+    "router.group_topk": "router.top_groups",
+    "router.routed_scaling_factor": "router.scaling_factor",
+    "router.norm_topk_prob": "router.normalize",
+    "router.jitter_noise": "router.jitter",
+    "router.input_jitter_eps": "router.jitter",
+    "router.z_loss_coefficient": "balance.z_loss_coefficient",
+    "router.aux_loss_coefficient": "balance.coefficient",
+    "balance.z_loss": "balance.z_loss_coefficient",
     "lr": "optimizer.lr",
     "top_k": "router.top_k",
 }
@@ -104,10 +121,11 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
             key, value, "not a choice", expected=f"one of {', '.join(shown)}", fix=f"{key}={shown[0]}"
         )
     if limits.get("auto"):
-        if value == "auto":
+        if value is None or value == "auto":  # null where it is not allowed is refused by OmegaConf
             return
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(key, value, "not an integer", expected="auto or an integer", fix=f"{key}=auto")
+        kinds, kind = (int | float, "a number") if limits.get("real") else (int, "an integer")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(key, value, f"not {kind}", expected=f"auto or {kind}", fix=f"{key}=auto")
     if isinstance(value, int | float):
         _check_range(key, value, limits)
 

@@ -14,10 +14,19 @@ from omegaconf import MISSING
 
 
 def key(
-    *, low: float | None = None, above: float | None = None, high: float | None = None, auto: bool = False
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    auto: bool = False,
+    real: bool = False,
 ) -> Any:
-    """A key whose value comes from YAML, with the limits that `keys.check_values` enforces."""
-    return field(default=MISSING, metadata={"low": low, "above": above, "high": high, "auto": auto})
+    """A key whose value comes from YAML, with the limits that `keys.check_values` enforces.
+
+    `auto` allows `auto` beside an integer, or with `real` beside any number.
+    """
+    limits = {"low": low, "above": above, "high": high, "auto": auto, "real": real}
+    return field(default=MISSING, metadata=limits)
 
 
 def one_of(*choices: object) -> Any:
@@ -26,16 +35,35 @@ def one_of(*choices: object) -> Any:
 
 
 @dataclass
+class LatentAttention:
+    q_lora_rank: int | None = key(low=1)
+    kv_lora_rank: int = key(low=1)
+    qk_nope_head_dim: int = key(low=1)
+    qk_rope_head_dim: int = key(low=2)
+    v_head_dim: int = key(low=1)
+
+
+@dataclass
 class Model:
+    vocab_size: int | None = key(low=1)
     num_layers: int = key(low=1)
     hidden_size: int = key(low=1)
     num_heads: int = key(low=1)
     num_kv_heads: int = key(low=1)
+    head_dim: int | None = key(low=2)
+    qk_norm: str = one_of("none", "head", "full")
+    mla: LatentAttention | None = key()
+    sliding_window: int | None = key(low=1)
+    full_attention_layers: Any = key()  # as moe_layers
     ffn_hidden_size: int = key(low=1)
     moe_layers: Any = key()  # n: every n-th block; or a list of block indices, [] is a dense model
+    first_dense_layers: int = key(low=0)
     num_experts: int = key(low=1)
     expert_hidden_size: int = key(low=1)
     num_shared_experts: int = key(low=0)
+    shared_expert_hidden_size: int | None = key(low=1)
+    shared_expert_gate: bool = key()
+    tie_embeddings: bool = key()
     dropout: float = key(low=0.0, high=1.0)
     activation_checkpointing: bool = key()
     rope_theta: float = key(above=0.0)
@@ -49,20 +77,39 @@ class Component:
 
 
 @dataclass
-class SoftmaxRouter(Component):
+class TopKRouter(Component):
     top_k: int = key()  # its limit depends on the model: compatibility.py
     normalize: bool | str = one_of("auto", True, False)
+    score_order: str = one_of("before_top_k", "after_top_k")
+    scaling_factor: float = key(above=0.0)
+    num_groups: int | None = key(low=1)
+    top_groups: int | None = key(low=1)
+    jitter: float = key(low=0.0, high=1.0)
+    expert_capacity_factor: float | None = key(above=0.0)
+    drop_policy: str = one_of("probs", "position")
+    pad_to_capacity: bool = key()
+    force_balance: bool = key()
 
 
 @dataclass
-class AuxLoss(Component):
+class Balance(Component):
+    z_loss_coefficient: float = key(low=0.0)
+
+
+@dataclass
+class AuxLoss(Balance):
     coefficient: float = key(low=0.0)
     scope: str = one_of("sequence", "micro_batch", "global")
 
 
 @dataclass
-class ExpertBias(Component):
+class ExpertBias(Balance):
     update_rate: float = key(low=0.0)
+
+
+@dataclass
+class QuantileBalance(Balance):
+    ema: float = key(low=0.0, high=1.0)
 
 
 @dataclass
@@ -87,10 +134,19 @@ class ThrottledLink(Component):
 
 
 @dataclass
-class Replicate:
+class Strategy(Component):
     expert_parallel_size: int | str = key(auto=True)  # its limit depends on the world: compatibility.py
-    bucket_mb: float = key(above=0.0)
     timeout_seconds: int = key(low=1)
+
+
+@dataclass
+class Replicate(Strategy):
+    bucket_mb: float = key(above=0.0)
+
+
+@dataclass
+class FullyShard(Strategy):
+    reshard_after_forward: bool = key()
 
 
 @dataclass
@@ -127,10 +183,47 @@ class WSD(Cosine):
 class PythonSource(Component):
     cache_dir: str = key()
     val_fraction: float = key(above=0.0, high=0.5)
+    packing: str = one_of("concat", "documents")
     seq_length: int = key(low=1)
     global_batch_size: int = key(low=1)
     micro_batch_size: int | str = key(low=1, auto=True)
     shuffle: bool = key()
+
+
+@dataclass
+class Documents(PythonSource):
+    tokenizer: str = one_of("bytes", "bpe")
+    vocab_size: int | str = key(auto=True)  # its limit depends on the tokenizer: data_files.py
+
+
+@dataclass
+class TextFiles(Documents):
+    files: list[str] = key()
+    val_files: list[str] = key()
+    separator: str | None = key()
+
+
+@dataclass
+class HuggingFace(Documents):
+    dataset: str = key()
+    config_name: str | None = key()
+    revision: str | None = key()
+    data_files: list[str] | None = key()
+    split: str = key()
+    val_split: str | None = key()
+    text_column: str = key()
+    streaming: bool = key()
+    max_documents: int | None = key(low=1)
+
+
+@dataclass
+class TokenFiles(PythonSource):
+    train_file: str = key()
+    val_file: str | None = key()
+    dtype: str | None = one_of(None, "uint8", "uint16", "uint32", "int32", "int64")
+    vocab_size: int | str = key(low=1, auto=True)
+    eos_token: int | None = key(low=0)
+    tokenizer: str | None = key()
 
 
 @dataclass
@@ -146,6 +239,7 @@ class Trainer:
     limit_val_batches: int = key(low=0)
     threads_per_rank: int | str = key(low=1, auto=True)
     pin_cpu: bool = key()
+    peak_tflops: Any = key(above=0.0, auto=True, real=True)
 
 
 @dataclass
@@ -176,6 +270,11 @@ class CSVLogger(Logger):
 
 
 @dataclass
+class TensorBoardLogger(Logger):
+    _target_: str = MISSING
+
+
+@dataclass
 class WandbLogger(Logger):
     _target_: str = MISSING
     project: str = key()
@@ -198,6 +297,7 @@ class Root:
     seed: int = key(low=0)
     debug: bool = False
     resume: str | None = None
+    initial_weights: str | None = None
     trusted_targets: list[str] = field(default_factory=list)
     model: Model = field(default_factory=Model)
     router: Any = MISSING
@@ -207,7 +307,7 @@ class Root:
     overlap: Any = MISSING
     graph: Any = MISSING
     link: Any = MISSING
-    strategy: Replicate = field(default_factory=Replicate)
+    strategy: Strategy = field(default_factory=Strategy)
     optimizer: Any = MISSING
     scheduler: Any = MISSING
     data: Any = MISSING
@@ -219,20 +319,25 @@ class Root:
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"transformer": Model},
-    "router": {"softmax": SoftmaxRouter},
-    "balance": {"aux_loss": AuxLoss, "bias": ExpertBias, "none": Component},
+    "router": {"softmax": TopKRouter},
+    "balance": {"aux_loss": AuxLoss, "bias": ExpertBias, "quantile": QuantileBalance, "none": Balance},
     "dispatcher": {"local": Component, "alltoall": Component},
     "fusion": {"loop": Experts, "grouped": Experts},
     "overlap": {"none": NoOverlap},
     "graph": {"none": Graph},
     "link": {"native": Component, "throttled": ThrottledLink},
-    "strategy": {"replicate": Replicate},
+    "strategy": {"replicate": Replicate, "fully_shard": FullyShard},
     "optimizer": {"adamw": AdamW, "sgd": SGD},
     "scheduler": {"wsd": WSD, "cosine": Cosine, "constant": Constant},
-    "data": {"python_source": PythonSource},
+    "data": {
+        "python_source": PythonSource,
+        "text": TextFiles,
+        "tokens": TokenFiles,
+        "huggingface": HuggingFace,
+    },
     "trainer": {"default": Trainer},
     "callbacks": {"default": Callbacks},
-    "logger": {"none": Logger, "csv": CSVLogger, "wandb": WandbLogger},
+    "logger": {"none": Logger, "csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger},
     "paths": {"default": Paths},
 }
 

@@ -34,6 +34,13 @@ class Batch:
         """From rows of one document each, `[B, S + 1]` int64."""
         return cls(sequences[:, :-1], sequences[:, 1:])
 
+    @classmethod
+    def join(cls, batches: list[Batch]) -> Batch:
+        """The rows of several batches that all have segments, or none of which has."""
+        segments = [batch.segments for batch in batches if batch.segments is not None]
+        inputs, targets = ([getattr(batch, name) for batch in batches] for name in ("inputs", "targets"))
+        return cls(torch.cat(inputs), torch.cat(targets), torch.cat(segments) if segments else None)
+
     def __len__(self) -> int:
         return self.inputs.shape[0]
 

@@ -1,18 +1,11 @@
-"""A corpus as memory-mapped token files, in a folder written atomically and verified on each start."""
+"""What a data source is, and what it gives: a corpus of tokens."""
 
-import hashlib
-import json
-import os
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
-
-_SPLITS = ("train", "val")
-_INDEX = "corpus.json"
 
 
 @dataclass(frozen=True)
@@ -22,10 +15,13 @@ class Corpus:
     Attributes:
         name: Name of the data source.
         vocab_size: Number of different tokens a model must know.
-        train_tokens: uint8 [N], read-only.
-        val_tokens: uint8 [M], read-only.
-        checksum: sha256 (hex) over name, vocabulary and both splits; results compare only when equal.
-        folder: Where the token files lie and derived values may be cached; None for a corpus in memory.
+        train_tokens: Unsigned or signed integers [N], read-only; uint8, uint16 or uint32 in our own files.
+        val_tokens: The same [M].
+        checksum: Hex digest over vocabulary and both splits; results compare only when equal. It begins with
+            `sampled:` where files were too big to be read whole (`store.file_digest`).
+        folder: Where derived values may be cached; None for a corpus in memory.
+        eos_token: The last token of every document; None if the corpus does not say where documents end.
+        unit: What one token is, for people who read losses.
     """
 
     name: str
@@ -34,6 +30,8 @@ class Corpus:
     val_tokens: np.ndarray
     checksum: str
     folder: Path | None = None
+    eos_token: int | None = None
+    unit: str = "token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +43,16 @@ class DataSource(ABC):
         global_batch_size: Sequences of one optimizer step over all ranks.
         micro_batch_size: Sequences per rank and micro-batch, or "auto"; accumulation follows from it.
         shuffle: True: a new order of the training sequences every epoch; False: the order of the corpus.
+        packing: "concat": windows over the corpus as one stream; "documents": see `packing.py`.
     """
 
     seq_length: int
     global_batch_size: int
     micro_batch_size: int | str
     shuffle: bool
+    packing: str = "concat"
+
+    example_prompt: ClassVar[str] = "The "  # what eval.py continues unless told otherwise
 
     @abstractmethod
     def load(self) -> Corpus:
@@ -58,101 +60,8 @@ class DataSource(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Turns a prompt into tokens."""
+        """Turns a prompt into tokens. Called after `load`."""
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str:
-        """Turns generated tokens into text."""
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replaces `path` in one step: a reader sees the old file or the whole new one, also after a crash."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes private files, but a cache may be shared by several users.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def write_corpus(folder: Path, *, name: str, vocab_size: int, train: bytes, val: bytes) -> None:
-    """Writes both splits, then the index that makes them valid.
-
-    Every file is replaced on its own, the index last. Replacing files instead of the folder means that
-    processes that build one corpus at once, or repair it, never show a reader a missing folder.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    _sync_folder(folder.parent)
-    index: dict[str, object] = {"name": name, "vocab_size": vocab_size}
-    for split, content in zip(_SPLITS, (train, val)):
-        write_atomic(folder / f"{split}.bin", content)
-        index[split] = {"tokens": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    write_atomic(folder / _INDEX, json.dumps(index, indent=2).encode())
-
-
-def read_corpus(folder: Path) -> Corpus | None:
-    """Opens a corpus folder; None when it is missing, incomplete, truncated or altered.
-
-    Reads every byte once to verify it: some tens of milliseconds for a corpus of tens of megabytes.
-    """
-    tokens = {}
-    try:
-        index = json.loads((folder / _INDEX).read_bytes())
-        for split in _SPLITS:
-            path = folder / f"{split}.bin"
-            # An empty file cannot be mapped, yet a small corpus may have an empty split.
-            mapped = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-            if mapped.size != index[split]["tokens"]:
-                return None
-            if hashlib.sha256(mapped.data).hexdigest() != index[split]["sha256"]:
-                return None
-            tokens[split] = mapped
-        return Corpus(
-            name=index["name"],
-            vocab_size=index["vocab_size"],
-            train_tokens=tokens["train"],
-            val_tokens=tokens["val"],
-            checksum=hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest(),
-            folder=folder,
-        )
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None
-
-
-def open_or_build(
-    folder: Path, build: Callable[[], tuple[bytes, bytes]], *, name: str, vocab_size: int
-) -> Corpus:
-    """Opens the corpus in `folder`, or calls `build` for its (train, val) tokens and writes it there first.
-
-    Raises:
-        OSError: The folder cannot be read or written.
-    """
-    corpus = read_corpus(folder)
-    if corpus is None:
-        train, val = build()
-        write_corpus(folder, name=name, vocab_size=vocab_size, train=train, val=val)
-        corpus = read_corpus(folder)
-        if corpus is None:
-            raise OSError(f"{folder} does not hold what was just written to it")
-    return corpus
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` durable; systems that cannot open folders (Windows) have no such call."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        """Turns generated tokens into text. Called after `load`."""

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sidestream.data.corpus import Corpus, write_atomic
+from sidestream.data.corpus import Corpus
+from sidestream.data.store import write_atomic
 
 _CACHE = "ngram.json"
 _SMOOTHING = "witten-bell"
+_MAX_TOKENS = 2**26  # of a split; more take minutes and gigabytes to count
 
 
 def ngram_baselines(corpus: Corpus) -> dict[str, float]:
@@ -18,17 +20,16 @@ def ngram_baselines(corpus: Corpus) -> dict[str, float]:
     Counted on the train split alone. Smoothing is Witten-Bell interpolation, which has nothing to tune:
     p(c | h) = (n(hc) + T(h) p(c | shorter h)) / (n(h) + T(h)), T(h) = number of different tokens seen after
     h; the unigram model is add-one. An unseen h gives the shorter context's p. The mean is over all tokens of
-    the validation split that have two before them. The result is kept beside the token files.
-
-    Args:
-        corpus: At most 256 different tokens (the trigram table has vocab_size ** 3 cells).
+    the validation split that have two before them, across the ends of documents, whatever `data.packing` is.
+    The result is kept beside the token files.
 
     Returns:
-        {"bigram": nats, "trigram": nats}.
-
-    Raises:
-        ValueError: The vocabulary is larger, or a split is shorter than three tokens.
+        {"bigram": nats, "trigram": nats}; empty for more than 256 different tokens (the trigram table has
+        vocab_size ** 3 cells), and for splits too long or too short to count.
     """
+    sizes = (corpus.train_tokens.size, corpus.val_tokens.size)
+    if corpus.vocab_size > 256 or min(sizes) < 3 or max(sizes) > _MAX_TOKENS:
+        return {}
     cache = corpus.folder / _CACHE if corpus.folder else None
     losses = _read(cache, corpus.checksum) if cache else None
     if losses is None:
@@ -42,8 +43,8 @@ def count_losses(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[st
     """The losses of `ngram_baselines`, computed: about a second for 10 M tokens.
 
     Args:
-        train: uint8 [N] counted.
-        val: uint8 [M] predicted.
+        train: Integers [N], counted.
+        val: Integers [M], predicted.
         vocab_size: Number of different tokens.
 
     Raises:
@@ -92,5 +93,6 @@ def _read(cache: Path, checksum: str) -> dict[str, float] | None:
 def _write(cache: Path, checksum: str, losses: dict[str, float]) -> None:
     # A shared cache may be read-only for this user; the numbers are cheap to compute again.
     with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
         kept = {"checksum": checksum, "smoothing": _SMOOTHING, **losses}
         write_atomic(cache, json.dumps(kept, indent=2).encode())

@@ -3,11 +3,14 @@
 import hashlib
 import os
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from sidestream.config.errors import ConfigError
-from sidestream.data.corpus import Corpus, DataSource, open_or_build
+from sidestream.data.corpus import Corpus, DataSource
+from sidestream.data.store import SPLITS, Content, open_or_build
+from sidestream.data.tokenizer import ByteTokenizer
 
 # Tests and tables repeat themselves; installed packages (dist-packages on Debian) differ between machines.
 _LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
@@ -30,6 +33,8 @@ class PythonSource(DataSource):
 
     cache_dir: str
     val_fraction: float = 0.05
+
+    example_prompt: ClassVar[str] = "import "
 
     def load(self) -> Corpus:
         """Opens the cached corpus of this interpreter, or builds it (about a second).
@@ -57,26 +62,14 @@ class PythonSource(DataSource):
                 fix="run with an interpreter that has its sources",
             )
         folder = Path(self.cache_dir).expanduser() / "python_source" / self._key(root, paths)
-        try:
-            return open_or_build(
-                folder, lambda: self._build(root, paths), name="python_source", vocab_size=256
-            )
-        except OSError as error:
-            raise ConfigError(
-                "paths.cache_dir",
-                self.cache_dir,
-                f"the corpus cannot be cached there ({error})",
-                expected="a folder that can be written",
-                fix="paths.cache_dir=<such a folder>",
-            ) from error
+        corpus = open_or_build(folder, lambda: self._build(root, paths), name="python_source")
+        return replace(corpus, eos_token=ByteTokenizer.eos_token, unit=ByteTokenizer.unit)
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of the UTF-8 text."""
-        return list(text.encode())
+        return ByteTokenizer().encode(text)
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of the bytes; what is no UTF-8 becomes a replacement character."""
-        return bytes(tokens).decode(errors="replace")
+        return ByteTokenizer().decode(tokens)
 
     def _key(self, root: Path, paths: list[str]) -> str:
         """Names the cache folder: changes with the split and with any source file, without reading them."""
@@ -86,11 +79,12 @@ class PythonSource(DataSource):
             digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:16]
 
-    def _build(self, root: Path, paths: list[str]) -> tuple[bytes, bytes]:
+    def _build(self, root: Path, paths: list[str]) -> Content:
         splits: tuple[list[bytes], list[bytes]] = ([], [])
         for path in paths:
             splits[is_validation(path, self.val_fraction)].append((root / path).read_bytes())
-        return _SEPARATOR.join(splits[False]), _SEPARATOR.join(splits[True])
+        parts = [(name, _SEPARATOR.join(files)) for name, files in zip(SPLITS, splits)]
+        return Content(ByteTokenizer.vocab_size, parts)
 
 
 def library_folder() -> Path:

@@ -15,7 +15,7 @@ class SequenceDataset(Dataset[Tensor]):
     fill a window is left out.
 
     Args:
-        tokens: uint8 [N].
+        tokens: Integers [N].
         seq_length: L, in tokens.
 
     Raises:
@@ -30,8 +30,8 @@ class SequenceDataset(Dataset[Tensor]):
                 "data.seq_length",
                 seq_length,
                 f"a split of {tokens.size} tokens holds no sequence",
-                expected=f"1 to {tokens.size - 1}",
-                fix="data.seq_length=<a smaller number>",
+                expected=f"1 to {tokens.size - 1}" if tokens.size > 1 else "more data in both splits",
+                fix="data.seq_length=<a smaller number>" if tokens.size > 1 else "data.val_fraction=<more>",
             )
 
     def __len__(self) -> int:

@@ -51,6 +51,7 @@ class Channel:
     Attributes:
         group: Process group of the exchange; None for a single rank without torch.distributed.
         bytes_sent: Bytes this rank has sent to *other* ranks since creation.
+        metadata_bytes_sent: Of these, what is no row: transfers tagged `<name>.<what>`, such as "dispatch.counts".
         on_start: Called with the tag before a transfer is issued (fault injection, order logs).
         spans: Filled while it is a list; None switches recording off.
     """
@@ -58,6 +59,7 @@ class Channel:
     group: dist.ProcessGroup | None
     link: Link = field(default_factory=NativeLink)
     bytes_sent: int = 0
+    metadata_bytes_sent: int = 0
     spans: list[Span] | None = None
     on_start: Callable[[str], None] | None = None
     on_wait: Callable[[str], None] | None = None
@@ -140,6 +142,8 @@ def _start(
         )
     due = ch.link.completion(sent_bytes=sent, received_bytes=received) if ch.size > 1 else None
     ch.bytes_sent += sent
+    if "." in tag.removesuffix(".backward"):
+        ch.metadata_bytes_sent += sent
     ch._in_flight[ticket] = _InFlight(work, out, x, due, tag, issued, sent, received)
 
 

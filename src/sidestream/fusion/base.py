@@ -9,11 +9,12 @@ Legend: S slots, H features, F expert width, L local experts.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sidestream.dispatch.base import Received
 
@@ -49,7 +50,33 @@ def resolve_alignment(alignment: int | Literal["auto"], *, dtype: torch.dtype, d
     return int(alignment)
 
 
+class _GatedActivation(torch.autograd.Function):
+    """`silu(gate) * up * weight`, and its gradient in as few passes over memory as it takes.
+
+    Keeps only its inputs: the product is cheap to form again, and a buffer of rows is what an MoE layer has most of.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, row_weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, row_weights)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up).mul_(row_weights.unsqueeze(-1).to(gate_up.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        gate_up, row_weights = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        grad_weights = (grad * activated).mul_(up).sum(dim=-1, dtype=torch.float32).to(row_weights.dtype)
+        grad = grad * row_weights.unsqueeze(-1).to(grad.dtype)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+        return grad_gate_up, grad_weights
+
+
 def gated_activation(gate_up: Tensor, row_weights: Tensor) -> Tensor:
     """`silu(gate) * up * weight`: `[S, 2F]`, `[S]` fp32 -> `[S, F]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up * row_weights.unsqueeze(-1).to(gate_up.dtype)
+    return _GatedActivation.apply(gate_up, row_weights)

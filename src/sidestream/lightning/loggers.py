@@ -5,6 +5,7 @@ An option's `_target_` names a function `(context: LoggerContext, **options) -> 
 mirror metrics.jsonl, which is written without them too (names in `sidestream.tracking.names`).
 """
 
+import importlib.util
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydra.utils import instantiate
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError
+from sidestream.lightning.checkpoint import checkpoints, step_of
 from sidestream.tracking import names
-from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking.folder import RunFolder, write_text_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +90,49 @@ def finish_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
             logger.close(exit_code)
 
 
+def mirror_picture(loggers: Sequence[Logger], name: str, picture: Path, *, step: int) -> None:
+    """Shows a PNG file in the loggers that can show one."""
+    for logger in loggers:
+        if isinstance(logger, ClosingWandbLogger):
+            logger.log_image(name, [str(picture)], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            import numpy as np
+            from PIL import Image
+
+            pixels = np.asarray(Image.open(picture).convert("RGB"))
+            logger.experiment.add_image(name, pixels, global_step=step, dataformats="HWC")
+
+
 def csv_logger(context: LoggerContext) -> CSVLogger:
     """`logger=csv`: `<run>/csv/version_N/metrics.csv`, a new N for each resume."""
     # Lightning tests `(step + 1) % n`, which a multiple of log_every_n_steps may never fulfil for n > 1.
     return CSVLogger(context.folder, name="csv", flush_logs_every_n_steps=1)
+
+
+def tensorboard_logger(context: LoggerContext) -> TensorBoardLogger:
+    """`logger=tensorboard`: event files in `<run>/tensorboard/`; a resume hides what lies after its checkpoint.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "logger",
+            "tensorboard",
+            "tensorboard is not installed",
+            expected="an installed tensorboard",
+            fix="run pip install 'tensorboard>=2.16' or set logger=csv",
+        )
+    resume = context.config.get("resume")
+    found = checkpoints(Path(resume)) if resume else []
+    # From this step on the viewer drops what an earlier start wrote: it is logged again.
+    purge: dict[str, Any] = {"purge_step": step_of(found[-1]) + 1} if found else {}
+    logger = TensorBoardLogger(context.folder, name="tensorboard", version="", **purge)
+    text = OmegaConf.to_yaml(
+        OmegaConf.create({**context.identity, "choices": context.choices, **context.config})
+    )
+    logger.experiment.add_text("config", f"```yaml\n{text}```")
+    return logger
 
 
 def wandb_logger(
@@ -119,6 +160,7 @@ def wandb_logger(
     clash = context.config.keys() & {"choices", *context.identity}
     assert not clash, f"identity would hide config keys {sorted(clash)}"
     experiment = context.choices.get("experiment")
+    mirrored = _mirrored(context.folder)
     run_id = _wandb_id(context.folder)
     run = wandb.init(
         project=project,
@@ -142,13 +184,25 @@ def wandb_logger(
     run.define_metric("perf/*", step_metric=names.TOKENS)
     run.define_metric(names.TOKENS_PER_SECOND, step_metric=names.TOKENS, summary="mean")
     run.define_metric(names.VAL_LOSS, step_metric="trainer/global_step", step_sync=True, summary="min")
-    return ClosingWandbLogger(project=project, id=run_id, save_dir=context.folder, experiment=run)
+    logger = ClosingWandbLogger(project=project, id=run_id, save_dir=context.folder, experiment=run)
+    logger.mirrored = mirrored
+    return logger
 
 
 class ClosingWandbLogger(WandbLogger):
-    """A WandbLogger whose run can be closed."""
+    """A WandbLogger whose run can be closed, and that shows every step once.
+
+    Attributes:
+        mirrored: The last step that an earlier start of the run has logged. After a crash a resume computes the steps
+            since the checkpoint again; a wandb run cannot be cut, and its axis would jump back.
+    """
 
     _closed = False
+    mirrored = -1
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if step is None or step > self.mirrored:
+            super().log_metrics(metrics, step)
 
     def close(self, exit_code: int) -> None:
         """Closes the run once."""
@@ -208,13 +262,23 @@ def _wandb_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
+def _mirrored(folder: Path) -> int:
+    """The last recorded step of a run that was mirrored before, -1 for a new one."""
+    records = RunFolder(folder).read_metrics() if (folder / "wandb_id").exists() else []
+    return max((record[names.STEP] for record in records), default=-1)
+
+
 def _run_name(context: LoggerContext) -> str:
-    """`<experiment>-<overrides>`, at most the 128 characters that wandb allows."""
+    """`<experiment>-<overrides>`, with the folder's name where that exceeds the 128 characters of a wandb name.
+
+    Not cut: the jobs of a sweep differ in their last overrides and would all be called the same.
+    """
     path = context.folder / ".hydra" / "overrides.yaml"
     overrides = [str(item) for item in OmegaConf.load(path)] if path.exists() else []
     kept = [item for item in overrides if not item.startswith(("experiment=", "logger"))]
     experiment = context.choices.get("experiment") or context.config.get("name") or "run"
-    return f"{experiment}-{','.join(kept) or context.folder.name}"[:128]
+    name = f"{experiment}-{','.join(kept)}"
+    return name if kept and len(name) <= 128 else f"{experiment}-{context.folder.name}"[:128]
 
 
 def _sweep_name(folder: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from sidestream.convert.initial import load_after_sharding
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
 from sidestream.lightning.recorder import Recorder
@@ -39,6 +41,7 @@ class Recipe:
         autocast: bf16 autocast of the forward pass.
         data_checksum: Of the corpus.
         changes_model: The schedule computes another function than `overlap=none`.
+        initial_weights: Folder of weights to start from; None: from the seed.
     """
 
     seed: int
@@ -49,6 +52,7 @@ class Recipe:
     autocast: bool
     data_checksum: str
     changes_model: bool
+    initial_weights: Path | None = None
 
 
 class SidestreamModule(LightningModule):
@@ -98,6 +102,8 @@ class SidestreamModule(LightningModule):
             strategy = self.parallel_strategy
             self.model = self._build_model(strategy.parallel)
             strategy.reduction.shard(self.model, strategy.parallel)
+            if self.recipe.initial_weights is not None:
+                load_after_sharding(self.model, self.recipe.initial_weights)
 
     @override
     def configure_optimizers(self) -> Any:

@@ -38,7 +38,7 @@ class RichProgress(Callback):
         self._live = self._console.file.isatty() and not self._console.is_dumb_terminal
         self._unit = "nats"
         self._max_steps: int | None = None
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, float | None] = {}
         self._val_loss: float | None = None
         self._first: tuple[int, float] | None = None  # step and time of the first `show`
         self._step = 0
@@ -101,7 +101,7 @@ class RichProgress(Callback):
             Panel(table, title="sidestream", title_align="left", border_style="cyan", width=self._width)
         )
 
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+    def show(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Shows a finished optimizer step.
 
         Args:
@@ -133,14 +133,15 @@ class RichProgress(Callback):
         else:
             self._line(f"{self._steps()}  val loss {val_loss:.4f} {self._unit}")
 
-    def show_end(self, *, val_loss: float | None, folder: Path) -> None:
-        """Says where a finished run ended."""
+    def show_end(self, *, val_loss: float | None, folder: Path, mfu: float | None = None) -> None:
+        """Says where a finished run ended; `mfu` is a share of 1."""
         self._stop()
         if self._silent:
             return
         loss = "finished" if val_loss is None else f"val loss {val_loss:.4f} {self._unit}"
         beside = f"  ({self._baselines})" if self._baselines else ""
-        text = Text.assemble((loss, "bold green"), (beside, "dim"), f"\n{folder}")
+        used = "" if mfu is None else f"  mfu {100 * mfu:.1f}%"
+        text = Text.assemble((loss, "bold green"), (beside, "dim"), used, f"\n{folder}")
         if self._live:
             self._console.print(text, soft_wrap=True)
         else:

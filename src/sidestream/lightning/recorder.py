@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from sidestream.lightning.progress import RichProgress
 from sidestream.parallel.step import StepReport
-from sidestream.tracking import names
+from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder
+from sidestream.tracking.load import load_metrics, worst_load
+from sidestream.tracking.machine import Peak
 
 # The first steps pay for allocations and kernel look-ups.
 WARMUP_STEPS = 5
@@ -28,7 +31,28 @@ class Summary:
     tokens: int
     tokens_per_second: float | None
     step_ms: float | None
+    mfu: float | None
+    peak_tflops: float | None
     bytes_on_wire: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What turns counts and times into metrics.
+
+    Attributes:
+        tokens_per_step: Over all ranks.
+        flops_per_token: Model FLOPs, forward and backward.
+        expert_parallel_size: Ranks that share one copy of the experts.
+        max_steps: Of the run.
+        every: Steps between records.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    expert_parallel_size: int
+    max_steps: int
+    every: int
 
 
 class Recorder:
@@ -39,8 +63,9 @@ class Recorder:
         folder: The run folder.
         loggers: Mirrors of metrics.jsonl.
         progress: The bar.
-        tokens_per_step: Over all ranks.
-        every: Steps between records.
+        sizes: See there.
+        peak: Of this rank's device.
+        memory: Gives (current, peak) bytes of this rank.
     """
 
     def __init__(
@@ -50,18 +75,24 @@ class Recorder:
         folder: RunFolder,
         loggers: Sequence[Logger],
         progress: RichProgress,
-        tokens_per_step: int,
-        every: int,
+        sizes: Sizes,
+        peak: Peak,
+        memory: Callable[[], tuple[int, int]],
     ) -> None:
         self._writes = rank == 0
         self._folder, self._loggers, self._progress = folder, loggers, progress
-        self._tokens_per_step, self._every = tokens_per_step, every
+        self._sizes, self._every, self._peak, self._memory = sizes, sizes.every, peak, memory
         self._started = 0.0
         self._durations: list[float] = []
-        self._window = 0
+        self._slowest: list[float] = []
         self._losses: list[float] = []
         self._bytes = 0
         self._step = 0
+        self._peak_flops: float | None = None  # of all ranks
+        self._ranks = 1
+        self._load: Tensor | None = None
+        self._load_steps = 0
+        self._load_window = expert_load.window(every=sizes.every, max_steps=sizes.max_steps)
         self._val_loss: float | None = None
         self.last_validation: int | None = None
 
@@ -70,6 +101,16 @@ class Recorder:
         self._step = step
         if self._writes:
             self._folder.cut_metrics(step)
+
+    def own(self) -> dict[str, float]:
+        """What this rank adds to the next report, see `TrainingStep.check`; the time is that of the last step."""
+        current, peak = self._memory()
+        return {
+            "seconds": self._durations[-1] if self._durations else 0.0,
+            "memory": current,
+            "peak_memory": peak,
+            "peak_flops": self._peak.flops or 0.0,
+        }
 
     def start_step(self) -> None:
         """The clock of a step: from the batch being there to the commit. Validation and saving are outside."""
@@ -80,7 +121,7 @@ class Recorder:
 
         Args:
             step: Committed steps.
-            report: Its report.
+            report: Its report; `per_rank` holds what `own` gave.
             norm: Gradient norm before clipping, scalar; read only on the steps that are recorded.
             lr: Learning rate of the step.
         """
@@ -88,25 +129,42 @@ class Recorder:
         self._losses.append(report.loss)
         self._bytes += report.bytes_on_wire
         self._step = step
+        peaks = report.per_rank["peak_flops"]
+        self._ranks, self._peak_flops = len(peaks), sum(peaks) if min(peaks) > 0 else None
+        if len(self._durations) > 1:
+            self._slowest.append(max(report.per_rank["seconds"]))
         if not self._writes:
             return
+        self._keep_load(step, report)
         recent = self._durations[-self._every :]
-        speed = self._tokens_per_step * len(recent) / sum(recent)
-        metrics = {
+        speed = self._sizes.tokens_per_step * len(recent) / sum(recent)
+        counts = report.counts.numpy()
+        shown = {
             names.TRAIN_LOSS: report.loss,
-            names.LOAD: report.load,
             names.TOKENS_PER_SECOND: speed,
+            names.LOAD: worst_load(counts),
         }
-        self._progress.show(step, metrics)
+        self._progress.show(step, shown)
         if step % self._every == 0:
-            metrics |= {
-                names.AUX_LOSS: report.aux,
+            slowest = self._slowest[-self._every :]
+            metrics = load_metrics(counts, num_ranks=self._sizes.expert_parallel_size) | {
+                names.TRAIN_LOSS: report.loss,
                 names.GRAD_NORM: float(norm),
                 names.LR: lr,
+                # Both are positive wherever they are computed, so 0 means that no layer has one.
+                names.AUX_LOSS: report.aux or None,
+                names.Z_LOSS: report.z or None,
+                names.DROPPED: report.dropped,
+                names.TOKENS_PER_SECOND: speed,
+                names.MFU: self._mfu(speed),
                 names.STEP_MS: 1e3 * statistics.median(recent),
+                names.SLOWEST_STEP_MS: 1e3 * statistics.median(slowest) if slowest else None,
                 names.BYTES_ON_WIRE: report.bytes_on_wire,
+                names.METADATA_BYTES: report.metadata_bytes,
+                names.MEMORY: int(max(report.per_rank["memory"])) or None,
+                names.PEAK_MEMORY: int(max(report.per_rank["peak_memory"])),
             }
-            self._write(step, metrics)
+            self._write(step, {name: metrics[name] for name in names.TRAINING})
 
     def validation(self, step: int, val_loss: float) -> None:
         """Record a validation after `step` committed steps."""
@@ -115,21 +173,52 @@ class Recorder:
             self._progress.show_validation(step, val_loss)
             self._write(step, {names.VAL_LOSS: val_loss})
 
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
-        record = {names.STEP: step, names.TOKENS: step * self._tokens_per_step, **metrics}
+    def _keep_load(self, step: int, report: StepReport) -> None:
+        if report.counts.numel() == 0:
+            return
+        self._load = report.counts.clone() if self._load is None else self._load.add_(report.counts)
+        self._load_steps += 1
+        if step % self._load_window == 0 or step == self._sizes.max_steps or report.stop:
+            record = {names.STEP: step, "steps": self._load_steps, "counts": self._load.tolist()}
+            self._folder.append_expert_load(record)
+            self._load, self._load_steps = None, 0
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        record = {names.STEP: step, names.TOKENS: step * self._sizes.tokens_per_step, **metrics}
         self._folder.append_metrics(record)
-        for logger in self._loggers:
-            logger.log_metrics({k: v for k, v in record.items() if k != names.STEP}, step=step)
+        if self._loggers:
+            scalars = flat(record)
+            for logger in self._loggers:
+                logger.log_metrics(scalars, step=step)
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        if self._peak_flops is None:
+            return None
+        return self._sizes.flops_per_token * tokens_per_second / self._peak_flops
 
     def summary(self) -> Summary:
         """What was reached so far; speeds without the first steps."""
         steady = self._durations[WARMUP_STEPS:] or self._durations
         recent = self._losses[-self._every :]
+        speed = self._sizes.tokens_per_step * len(steady) / sum(steady) if steady else None
         return Summary(
             train_loss=statistics.fmean(recent) if recent else None,
             val_loss=self._val_loss,
-            tokens=self._step * self._tokens_per_step,
-            tokens_per_second=self._tokens_per_step * len(steady) / sum(steady) if steady else None,
+            tokens=self._step * self._sizes.tokens_per_step,
+            tokens_per_second=speed,
             step_ms=1e3 * statistics.median(steady) if steady else None,
+            mfu=self._mfu(speed) if speed is not None else None,
+            peak_tflops=self._peak_flops / self._ranks / 1e12 if self._peak_flops is not None else None,
             bytes_on_wire=self._bytes,
         )
+
+
+def flat(record: dict[str, Any]) -> dict[str, float]:
+    """A record as loggers take it: numbers only, `<name>/<layer>` for each number of a list, without the step."""
+    scalars: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            scalars |= {f"{name}/{layer}": number for layer, number in enumerate(value)}
+        elif value is not None and name != names.STEP:
+            scalars[name] = value
+    return scalars

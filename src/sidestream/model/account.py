@@ -1,14 +1,14 @@
 """Closed-form parameter and FLOP counts of a model shape.
 
 Source of the FLOP formulas: Megatron-LM `num_floating_point_operations` (multiply-add = 2; causal attention counts
-half of the score matrix; training = 3 x forward; router and embedding look-up are not counted).
+half of the score matrix; training = 3 x forward; router, norms and embedding look-up are not counted).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestream.model.config import ModelShape
+from sidestream.model.config import MLAShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -16,32 +16,64 @@ class Account:
     """Counts of one model.
 
     Attributes:
-        params_total: All trainable parameters, every expert counted once.
-        params_active: Parameters that one token uses.
+        params_total: All trainable parameters, every expert and a tied head counted once.
+        params_active: Parameters that one token uses: `top_k` of the experts, everything else whole, the embedding
+            too. Some publishers leave the embedding out because a token reads one row of it.
+        params_embedding: The embedding, part of both.
         flops_per_token: Forward and backward of one token, model FLOPs (no recomputation).
     """
 
     params_total: int
     params_active: int
+    params_embedding: int
     flops_per_token: int
 
 
 def account(shape: ModelShape, *, top_k: int, seq_length: int) -> Account:
     """Count parameters and FLOPs of `shape` at a sequence length."""
-    hidden, d = shape.hidden_size, shape.head_dim
-    attention = hidden * (shape.num_heads + 2 * shape.num_kv_heads) * d + shape.num_heads * d * hidden
+    hidden, moe_blocks = shape.hidden_size, len(shape.moe_blocks)
+    linears, scores_width, attention_norms = _attention(shape)
     expert = 3 * hidden * shape.expert_hidden_size
-    moe_blocks = len(shape.moe_blocks)
-    dense_blocks = shape.num_layers - moe_blocks
-    norms = (2 * shape.num_layers + 1) * hidden
-    common = 2 * shape.vocab_size * hidden + norms + shape.num_layers * attention
-    common += dense_blocks * 3 * hidden * shape.ffn_hidden_size
-    gate = shape.num_experts * hidden
-    moe_fixed = gate + shape.num_shared_experts * expert
-    total = common + moe_blocks * (moe_fixed + shape.num_experts * expert)
-    active = common + moe_blocks * (moe_fixed + top_k * expert)
+    shared = (3 * hidden * shape.shared_width + _output_gate(shape)) if shape.shared_width else 0
+    ffns = (shape.num_layers - moe_blocks) * 3 * hidden * shape.ffn_hidden_size
+    embedding = shape.vocab_size * hidden
 
-    matmul = shape.num_layers * attention + dense_blocks * 3 * hidden * shape.ffn_hidden_size
-    matmul += moe_blocks * (shape.num_shared_experts + top_k) * expert + shape.vocab_size * hidden
-    scores = shape.num_layers * 2 * seq_length * shape.num_heads * d
-    return Account(total, active, 3 * (2 * matmul + scores))
+    matmul = shape.num_layers * linears + ffns + moe_blocks * shared  # parameters that multiply every token
+    fixed = matmul + embedding * (1 if shape.tie_embeddings else 2)
+    fixed += shape.num_layers * (2 * hidden + attention_norms) + hidden  # norms
+    fixed += moe_blocks * shape.num_experts * hidden  # gates
+    total = fixed + moe_blocks * shape.num_experts * expert
+    active = fixed + moe_blocks * top_k * expert
+
+    matmul += moe_blocks * top_k * expert + embedding
+    scores = scores_width * _seen(shape, seq_length)
+    return Account(total, active, embedding, round(3 * (2 * matmul + 2 * scores)))
+
+
+def _attention(shape: ModelShape) -> tuple[int, int, int]:
+    """Of one attention: parameters of its projections, features of all heads in scores and values, norm weights."""
+    hidden, heads = shape.hidden_size, shape.num_heads
+    if shape.mla is not None:
+        mla: MLAShape = shape.mla
+        q_width, kv_width = heads * mla.qk_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        rank = mla.q_lora_rank
+        query = hidden * q_width if rank is None else rank * (hidden + q_width)
+        key_value = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank * kv_width
+        linears = query + key_value + heads * mla.v_head_dim * hidden
+        return linears, heads * (mla.qk_head_dim + mla.v_head_dim), (rank or 0) + mla.kv_lora_rank
+    d = shape.head_width
+    linears = hidden * (heads + 2 * shape.num_kv_heads) * d + heads * d * hidden
+    norms = {"none": 0, "head": 2 * d, "full": (heads + shape.num_kv_heads) * d}[shape.qk_norm]
+    return linears, 2 * heads * d, norms
+
+
+def _output_gate(shape: ModelShape) -> int:
+    return shape.hidden_size if shape.shared_expert_gate else 0
+
+
+def _seen(shape: ModelShape, seq_length: int) -> float:
+    """Tokens that a token attends to on average, summed over the blocks: S / 2, in a window w (1 - w / 2S)."""
+    windowed = len(shape.windowed_blocks)
+    window = min(shape.sliding_window or seq_length, seq_length)
+    inside = window * (1 - window / (2 * seq_length))
+    return (shape.num_layers - windowed) * seq_length / 2 + windowed * inside

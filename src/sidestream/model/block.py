@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from sidestream.model.attention import Attention, LatentAttention
 from sidestream.model.config import ModelShape
 from sidestream.model.context import TokenContext
-from sidestream.model.layers import Attention, RMSNorm, SwiGLU, run
+from sidestream.model.layers import RMSNorm, SwiGLU, run
 from sidestream.model.moe import Ledger, MoE, MoEParts
 from sidestream.overlap.path import Schedule
 
@@ -18,7 +19,7 @@ class _AttentionBranch(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.self_attention = Attention(shape)
+        self.self_attention = Attention(shape) if shape.mla is None else LatentAttention(shape)
         self.dropout = nn.Dropout(shape.dropout)
         self.recompute = shape.activation_checkpointing
 

@@ -5,7 +5,7 @@ Legend: B sequences, S tokens per sequence, T = B * S.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class TokenContext:
     """Documents and padding of one micro-batch, shared by all blocks. All None for rows of one document each.
 
     Attributes:
-        mask: `[B, 1, S, S]` bool, True where a token may attend: earlier, and of the same document.
+        mask: `[B or 1, 1, S, S]` bool, True where a token may attend: earlier, and of the same document.
         positions: `[B, S]` int64, position within the document.
         valid: `[T]` bool, False on padding.
     """
@@ -38,6 +38,15 @@ class TokenContext:
         causal = index.unsqueeze(1) >= index
         # A padded token attends to padding before it: a row without anything to attend to would be NaN.
         return cls((same & causal).unsqueeze(1), index - first, (segments >= 0).reshape(-1))
+
+    def within(self, window: int, *, seq_length: int, device: torch.device) -> TokenContext:
+        """The same where a token attends to the `window` last tokens only, itself among them."""
+        if window >= seq_length:
+            return self
+        index = torch.arange(seq_length, device=device)
+        back = index.unsqueeze(1) - index
+        inside = ((back >= 0) & (back < window))[None, None]
+        return replace(self, mask=inside if self.mask is None else self.mask & inside)
 
 
 PLAIN = TokenContext()

@@ -29,7 +29,7 @@ def _normal_(tensor: Tensor, std: float, seed: int) -> None:
 
 @torch.no_grad()
 def initialize(model: MoETransformer, *, seed: int) -> None:
-    """Fill every parameter in place. Residual projections are scaled by `1 / sqrt(2 * layers)` (GPT-2).
+    """Fill every parameter in place. Residual projections are scaled by `1 / sqrt(2 * layers)` (GPT-2); norms are ones.
 
     Args:
         model: Its expert weights hold the experts `model.parts.expert_range`, as plain tensors or DTensors.

@@ -13,7 +13,7 @@ Legend: T tokens, H features, E experts in total, L local experts, F expert widt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,12 @@ from sidestream.dispatch.base import Dispatcher, Received
 from sidestream.fusion.base import Fusion
 from sidestream.model.config import ModelShape
 from sidestream.model.context import PLAIN, TokenContext
-from sidestream.model.layers import SwiGLU, run
+from sidestream.model.layers import GatedSwiGLU, SwiGLU, run
+from sidestream.model.ledger import Ledger
 from sidestream.overlap.path import RoutedPath
-from sidestream.routing.balance import AllReduce, Balance
-from sidestream.routing.router import Router
+from sidestream.routing.balance import Balance
+from sidestream.routing.router import Decision, Router
+from sidestream.routing.scores import jitter, z_loss
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class MoEParts:
     """What an MoE layer is assembled from. One dispatcher serves all layers.
 
     Attributes:
-        reduce: SUM of a small fp32 tensor over all ranks that hold tokens, for balances that need it.
         expert_range: First and past-the-last global id of this rank's experts.
     """
 
@@ -44,30 +45,6 @@ class MoEParts:
     dispatcher: Dispatcher
     fusion: Fusion
     expert_range: tuple[int, int]
-    reduce: AllReduce | None = None
-
-
-@dataclass
-class Ledger:
-    """What the layers of one attempt report. Cleared when an attempt begins; nothing in it lasts.
-
-    Attributes:
-        counts: `[moe layers, E]` int64, routes of this rank's tokens.
-        aux: Auxiliary losses, each summed over the local sequences.
-    """
-
-    counts: Tensor
-    aux: list[Tensor] = field(default_factory=list)
-
-    def begin_attempt(self) -> None:
-        self.counts.zero_()
-        self.aux.clear()
-
-    def take_aux(self) -> Tensor:
-        """Return and clear the sum of the losses since the last call (one micro-batch)."""
-        total = torch.stack(self.aux).sum() if self.aux else self.counts.new_zeros((), dtype=torch.float32)
-        self.aux.clear()
-        return total
 
 
 class Experts(nn.Module):
@@ -113,28 +90,46 @@ class MoE(nn.Module):
         self.gate = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32))
         first, last = parts.expert_range
         self.experts = Experts(shape, num_local=last - first, fusion=parts.fusion)
-        width = shape.num_shared_experts * shape.expert_hidden_size
-        self.shared_expert = SwiGLU(shape.hidden_size, width) if width else None
+        shared = GatedSwiGLU if shape.shared_expert_gate else SwiGLU
+        self.shared_expert = shared(shape.hidden_size, shape.shared_width) if shape.shared_width else None
         self.recompute = shape.activation_checkpointing
         # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
+        self.jitter = getattr(parts.router, "jitter", 0.0)
+        if parts.balance.observes:
+            ledger.make_room_to_observe()
 
     def routed_path(self, x: Tensor, context: TokenContext = PLAIN) -> RoutedPath:
         """Route `x` `[B, S, H]` and return the path, nothing of which has started but the exchange of counts."""
         seq_length = x.shape[1]
         x_TH = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            logits_TE = x_TH.float() @ self.gate.float().t()
+            gate_input = x_TH.float()
+            if self.training and self.jitter:
+                gate_input = jitter(gate_input, self.jitter)
+            logits_TE = gate_input @ self.gate.float().t()
             bias = self.selection_bias if self.parts.balance.uses_bias else None
             decision = self.parts.router(logits_TE, selection_bias=bias, valid=context.valid)
             if self.training:
-                self.ledger.counts[self.layer] += decision.counts
-                aux = self.parts.balance.loss(decision, seq_length=seq_length, reduce=self.parts.reduce)
-                if aux is not None:
-                    self.ledger.aux.append(aux)
+                self._report(decision, logits_TE, seq_length=seq_length)
         if torch.is_autocast_enabled(x.device.type):
             x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
         return RoutedPath(x_TH, decision.routing, dispatcher=self.parts.dispatcher, experts=self.experts)
+
+    def _report(self, decision: Decision, logits: Tensor, *, seq_length: int) -> None:
+        """Write into the ledger what balancing and metrics need."""
+        ledger, balance = self.ledger, self.parts.balance
+        ledger.counts[self.layer] += decision.counts
+        if decision.dropped is not None:
+            ledger.dropped[self.layer] += decision.dropped
+        if balance.observes:
+            ledger.observed[self.layer] += balance.observe(decision, self.selection_bias)
+        if balance.z_loss_coefficient:
+            ledger.z.append(z_loss(logits, decision.valid))
+        if balance.needs_global_counts:
+            ledger.probs.append(decision.probs.sum(dim=0))
+        elif (aux := balance.loss(decision, seq_length=seq_length)) is not None:
+            ledger.aux.append(aux)
 
     def shared(self, x: Tensor) -> Tensor:
         """The shared experts on `x` `[B, S, H]`; zeros if there are none."""

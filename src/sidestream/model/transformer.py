@@ -16,7 +16,8 @@ from sidestream.model.block import DenseBlock, MoEUnit
 from sidestream.model.config import ModelShape
 from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import RMSNorm
-from sidestream.model.moe import Ledger, MoE, MoEParts
+from sidestream.model.ledger import Ledger
+from sidestream.model.moe import MoE, MoEParts
 from sidestream.overlap.path import Schedule
 
 
@@ -27,10 +28,14 @@ class LossSums:
     Attributes:
         nll: Scalar fp32, negative log-likelihood summed over tokens, nats.
         aux: Scalar fp32, auxiliary losses of all layers summed over sequences, without the coefficient.
+        z: Scalar fp32, router z-losses of all layers summed over valid tokens, without the coefficient; None without.
+        probs: `[MoE layers, E]` fp32, router probabilities summed over tokens, for a loss over the global batch.
     """
 
     nll: Tensor
     aux: Tensor
+    z: Tensor | None = None
+    probs: Tensor | None = None
 
 
 class MoETransformer(nn.Module):
@@ -50,14 +55,29 @@ class MoETransformer(nn.Module):
             for i in range(shape.num_layers)
         )
         self.final_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        # A tied head is the embedding's weight: one parameter, one name.
+        self.head = (
+            None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        )
 
     def forward(self, tokens: Tensor, context: TokenContext = PLAIN) -> Tensor:
         """`[B, S]` int64 -> logits `[B, S, V]`."""
         h = self.dropout(self.embedding(tokens))
-        for block in self.blocks:
-            h = block(h, context)
-        return self.head(self.final_norm(h))
+        contexts = self._contexts(context, seq_length=tokens.shape[1], device=tokens.device)
+        for block, block_context in zip(self.blocks, contexts):
+            h = block(h, block_context)
+        h = self.final_norm(h)
+        return F.linear(h, self.embedding.weight) if self.head is None else self.head(h)
+
+    def _contexts(
+        self, context: TokenContext, *, seq_length: int, device: torch.device
+    ) -> list[TokenContext]:
+        """What each block attends to; all windowed blocks share one mask."""
+        shape = self.shape
+        if shape.sliding_window is None:
+            return [context] * shape.num_layers
+        windowed = context.within(shape.sliding_window, seq_length=seq_length, device=device)
+        return [windowed if i in shape.windowed_blocks else context for i in range(shape.num_layers)]
 
     def loss_sums(self, batch: Batch) -> LossSums:
         """Sum the next-token loss over the targets of `batch`."""
@@ -65,7 +85,8 @@ class MoETransformer(nn.Module):
         nll = F.cross_entropy(
             logits.flatten(0, 1).float(), batch.targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
         )
-        return LossSums(nll, self.ledger.take_aux())
+        ledger = self.ledger
+        return LossSums(nll, ledger.take_aux(), ledger.take_z(), ledger.take_probs())
 
     def moe_layers(self) -> list[MoE]:
         """The MoE layers in order; index = row of the ledger."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from sidestream.dispatch.base import Dispatcher, Pending, Received, Routing
@@ -27,7 +28,7 @@ class RoutedPath:
 
     Args:
         x: `[T, H]`, what the routed experts read.
-        routing: Its routing.
+        routing: Its routing. Rows beyond T are routes of zero tokens that pad experts to their capacity.
         dispatcher: Moves the rows.
         experts: `Received -> [S, H]`.
     """
@@ -44,7 +45,8 @@ class RoutedPath:
     ) -> None:
         self._dispatcher, self._experts = dispatcher, experts
         self._plan = dispatcher.plan(routing)
-        self._value: Any = x
+        self._num_tokens, self._num_extra = x.shape[0], routing.expert_ids.shape[0] - x.shape[0]
+        self._value: Any = F.pad(x, (0, 0, 0, self._num_extra)) if self._num_extra else x
         self._pending: Pending[Any] | None = None
         self._next = 0
 
@@ -60,6 +62,8 @@ class RoutedPath:
             f"{stage} finished out of order"
         )
         self._value, self._pending = self._pending.wait(), None
+        if stage == "combine" and self._num_extra:
+            self._value = self._value[: self._num_tokens]
         self._next += 1
         return self._value
 

@@ -1,55 +1,99 @@
-"""Load balancing: an auxiliary loss, a bias on the choice, or nothing.
+"""Load balancing: an auxiliary loss, a bias on the choice, or nothing. `quantile.py` has one more bias.
 
-Two hooks: `loss` during the attempt (differentiable), `commit` after the check, with the counts of the whole global
-batch. Only `commit` changes anything that lasts.
+    loss, observe    during the attempt, per layer and micro-batch; their sums live in the ledger
+    global_loss      during the attempt, when the counts of the whole global batch are known
+    commit           after the check; only this changes anything that lasts
 
-Legend: T tokens, E experts, K routes per token, B sequences.
+Legend: T tokens, E experts, K routes per token, B sequences, L MoE layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sidestream.routing.router import Decision, count_routes
 
-AllReduce = Callable[[Tensor], Tensor]
 
+class Balance:
+    """Keeps the experts evenly loaded. This base does nothing; subclasses override what they need.
 
-class Balance(Protocol):
-    """Keeps the experts evenly loaded."""
+    Args:
+        z_loss_coefficient: Weight of the router z-loss (Zoph et al. 2022) in the total loss, which keeps the logits
+            small: `logsumexp(logits)^2`, mean over all valid tokens of the global batch, summed over layers.
 
-    uses_bias: bool
-    coefficient: float
+    Attributes:
+        uses_bias: The router adds `MoE.selection_bias` to what it ranks.
+        coefficient: Weight of the auxiliary loss in the total loss.
+        needs_global_counts: Its loss is `global_loss`, not `loss`.
+        observes: It has an `observe`.
+    """
 
-    def loss(self, decision: Decision, *, seq_length: int, reduce: AllReduce | None) -> Tensor | None:
-        """Return the auxiliary loss summed so that its mean over a batch is independent of how the batch is cut.
+    uses_bias = False
+    coefficient = 0.0
+    needs_global_counts = False
+    observes = False
+
+    def __init__(self, *, z_loss_coefficient: float = 0.0) -> None:
+        self.z_loss_coefficient = z_loss_coefficient
+
+    def loss(self, decision: Decision, *, seq_length: int) -> Tensor | None:
+        """Return the auxiliary loss of one layer, from the tokens of a micro-batch.
 
         Args:
             decision: The local tokens' routing; T = B * seq_length, sequence-major.
             seq_length: Tokens per sequence.
-            reduce: SUM over all ranks that hold tokens; None on one rank.
 
         Returns:
-            Scalar fp32: the loss times the number of local sequences B; None if there is none.
+            Scalar fp32: the loss times the number of local sequences B, so that the sum over ranks and micro-batches
+            divided by the sequences of the global batch is the mean; None if there is none.
         """
-        ...
+        return None
 
-    def commit(self, bias: Tensor, counts: Tensor) -> None:
-        """Update the selection bias `[E]` fp32 in place from the global batch's counts `[E]`."""
-        ...
+    def global_loss(self, probs: Tensor, counts: Tensor, *, num_tokens: Tensor, top_k: int) -> Tensor:
+        """This micro-batch's share of a loss over the global batch; shares add up to it, values and gradients.
+
+        Args:
+            probs: `[L, E]` fp32, probabilities summed over the micro-batch.
+            counts: `[L, E]`, routes per expert over the global batch.
+            num_tokens: Valid tokens of the global batch.
+            top_k: K.
+
+        Returns:
+            Scalar fp32, summed over layers.
+        """
+        raise NotImplementedError
+
+    def observe(self, decision: Decision, bias: Tensor) -> Tensor:
+        """Measure a micro-batch for `commit`: `[E + 1]` fp64. Sums over micro-batches and ranks go there."""
+        raise NotImplementedError
+
+    def commit(self, bias: Tensor, counts: Tensor, observed: Tensor | None = None) -> None:
+        """Update the selection bias `[E]` fp32 in place.
+
+        Args:
+            bias: The bias.
+            counts: `[E]`, routes of the global batch.
+            observed: `[E + 1]` fp64, the sum of what `observe` returned; None without it.
+        """
+
+
+class NoBalance(Balance):
+    """No balancing."""
 
 
 def switch_loss(probs: Tensor, counts: Tensor, *, num_tokens: Tensor | int, top_k: int) -> Tensor:
     """`E * sum_e f_e P_e` (Fedus et al. 2021, extended to top-k); exactly 1.0 under perfect balance for every K.
 
+    Linear in `probs`: summed probabilities of a part of the tokens give that part's share of the loss.
+
     Args:
         probs: `[..., E]` fp32, probabilities summed over the tokens.
-        counts: `[..., E]`, routes per expert over the same tokens.
-        num_tokens: Tokens in the sums.
+        counts: `[..., E]`, routes per expert over all `num_tokens`.
+        num_tokens: Tokens the counts were taken over.
         top_k: Routes per token.
 
     Returns:
@@ -59,30 +103,36 @@ def switch_loss(probs: Tensor, counts: Tensor, *, num_tokens: Tensor | int, top_
     return probs.shape[-1] * (fraction * (probs / num_tokens)).sum(dim=-1)
 
 
-class AuxLoss:
-    """The Switch auxiliary loss.
+class AuxLoss(Balance):
+    """The Switch auxiliary loss. Routes are counted before any is dropped, without padding.
 
     Args:
         coefficient: Weight in the total loss.
         scope: Which tokens f_e and P_e are taken over. `sequence`: each sequence on its own (DeepSeek-V2), the same
             number however the batch is cut over ranks and micro-batches. `micro_batch`: the tokens of one rank's
-            micro-batch. `global`: that of all ranks, one more small all-reduce per layer.
+            micro-batch. `global`: those of the whole step (Qiu et al. 2025, arXiv 2501.11873), exactly, also under
+            accumulation; what that costs is in `TrainingStep`.
+        z_loss_coefficient: See `Balance`.
     """
 
-    uses_bias = False
-
     def __init__(
-        self, *, coefficient: float, scope: Literal["sequence", "micro_batch", "global"] = "sequence"
+        self,
+        *,
+        coefficient: float,
+        scope: Literal["sequence", "micro_batch", "global"] = "sequence",
+        z_loss_coefficient: float = 0.0,
     ) -> None:
-        if scope not in _SCOPES:
-            raise ValueError(f"balance.scope={scope}: expected one of {', '.join(_SCOPES)}")
+        super().__init__(z_loss_coefficient=z_loss_coefficient)
+        self.needs_global_counts = scope == "global"
+        if scope not in _LOCAL_SCOPES and not self.needs_global_counts:
+            raise ValueError(f"balance.scope={scope}: expected one of {', '.join(_LOCAL_SCOPES)}, global")
         self.coefficient, self.scope = coefficient, scope
 
-    def loss(self, decision: Decision, *, seq_length: int, reduce: AllReduce | None) -> Tensor | None:
-        return _SCOPES[self.scope](decision, seq_length, reduce)
+    def loss(self, decision: Decision, *, seq_length: int) -> Tensor | None:
+        return _LOCAL_SCOPES[self.scope](decision, seq_length)
 
-    def commit(self, bias: Tensor, counts: Tensor) -> None:
-        return None
+    def global_loss(self, probs: Tensor, counts: Tensor, *, num_tokens: Tensor, top_k: int) -> Tensor:
+        return switch_loss(probs, counts, num_tokens=num_tokens, top_k=top_k).sum()
 
 
 def _num_tokens(decision: Decision, groups: int) -> Tensor | int:
@@ -92,73 +142,39 @@ def _num_tokens(decision: Decision, groups: int) -> Tensor | int:
     return decision.valid.view(groups, -1).sum(dim=1, keepdim=True).clamp(min=1).to(torch.float32)
 
 
-def _sequence_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
+def _sequence_scope(decision: Decision, seq_length: int) -> Tensor:
     num_tokens, num_experts = decision.probs.shape
-    sequences, top_k = num_tokens // seq_length, decision.routing.expert_ids.shape[1]
-    counts_BE = count_routes(decision.routing.expert_ids.reshape(sequences, -1), num_experts)
+    sequences, top_k = num_tokens // seq_length, decision.ids.shape[1]
+    counts_BE = count_routes(decision.ids.reshape(sequences, -1), num_experts)
     probs_BE = decision.probs.view(sequences, seq_length, num_experts).sum(dim=1)
     return switch_loss(probs_BE, counts_BE, num_tokens=_num_tokens(decision, sequences), top_k=top_k).sum()
 
 
-def _micro_batch_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
-    num_tokens, top_k = decision.routing.expert_ids.shape
+def _micro_batch_scope(decision: Decision, seq_length: int) -> Tensor:
+    num_tokens, top_k = decision.ids.shape
     valid = _num_tokens(decision, 1)
     loss = switch_loss(decision.probs.sum(0, keepdim=True), decision.counts, num_tokens=valid, top_k=top_k)
     return loss.sum() * (num_tokens // seq_length)
 
 
-def _global_scope(decision: Decision, seq_length: int, reduce: AllReduce | None) -> Tensor:
-    if reduce is None:
-        return _micro_batch_scope(decision, seq_length, None)
-    num_tokens, top_k = decision.routing.expert_ids.shape
-    probs, counts = decision.probs.sum(0), decision.counts
-    valid = num_tokens if decision.valid is None else decision.valid.sum()
-    header = torch.stack([probs.new_full((), num_tokens // seq_length), probs.new_ones(()) * valid])
-    packed = reduce(torch.cat([header, counts.to(torch.float32), probs.detach()]))
-    sequences, total = packed[0], packed[1].clamp(min=1)
-    # The fractions and the other ranks' probabilities are constants; the gradient flows through the local ones.
-    probs = probs + (packed[2 + counts.numel() :] - probs.detach())
-    loss = switch_loss(probs, packed[2 : 2 + counts.numel()], num_tokens=total, top_k=top_k)
-    # Every rank holds the whole loss: its value counts in proportion to the rank's share, its gradient in full,
-    # because no other rank has the gradient of these probabilities (case a6).
-    return loss.detach() * (num_tokens // seq_length) + (loss - loss.detach()) * sequences
-
-
-_SCOPES: dict[str, Callable[[Decision, int, AllReduce | None], Tensor]] = {
+_LOCAL_SCOPES: dict[str, Callable[[Decision, int], Tensor]] = {
     "sequence": _sequence_scope,
     "micro_batch": _micro_batch_scope,
-    "global": _global_scope,
 }
 
 
-class ExpertBias:
+class ExpertBias(Balance):
     """Balancing without a loss (Wang et al. 2024, arXiv 2408.15664): `bias += rate * sign(mean - count)` per step.
 
     The bias moves the choice only; weights come from the unbiased scores. It is fp32 whatever the model's dtype.
     """
 
     uses_bias = True
-    coefficient = 0.0
 
-    def __init__(self, *, update_rate: float) -> None:
+    def __init__(self, *, update_rate: float, z_loss_coefficient: float = 0.0) -> None:
+        super().__init__(z_loss_coefficient=z_loss_coefficient)
         self.update_rate = update_rate
 
-    def loss(self, decision: Decision, *, seq_length: int, reduce: AllReduce | None) -> Tensor | None:
-        return None
-
-    def commit(self, bias: Tensor, counts: Tensor) -> None:
+    def commit(self, bias: Tensor, counts: Tensor, observed: Tensor | None = None) -> None:
         counts = counts.to(torch.float32)
         bias.add_(torch.sign(counts.mean() - counts), alpha=self.update_rate)
-
-
-class NoBalance:
-    """No balancing."""
-
-    uses_bias = False
-    coefficient = 0.0
-
-    def loss(self, decision: Decision, *, seq_length: int, reduce: AllReduce | None) -> Tensor | None:
-        return None
-
-    def commit(self, bias: Tensor, counts: Tensor) -> None:
-        return None

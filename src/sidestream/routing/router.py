@@ -1,10 +1,16 @@
-"""Routers: hidden states -> `Routing`.
+"""Routers: logits -> `Routing`.
+
+    scores   = softmax | sigmoid | sqrt_softplus        one subclass each
+    ids      = top-k of scores or logits, + bias, within groups
+    weights  = scores of the chosen, shared out, scaled
+    routing  = what expert capacity leaves of it
 
 Legend: T tokens, K routes per token, H features, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -12,6 +18,9 @@ import torch
 from torch import Tensor
 
 from sidestream.dispatch.base import Routing
+from sidestream.routing import scores as score_functions
+from sidestream.routing.capacity import DropPolicy, drop_over_capacity, expert_capacity, pad_to_capacity
+from sidestream.routing.select import balanced_ids, keep_top_groups, top_k_stable
 
 
 @dataclass(frozen=True)
@@ -19,20 +28,34 @@ class Decision:
     """A routing together with what balancing needs.
 
     Attributes:
-        routing: Expert ids and weights.
-        probs: `[T, E]` fp32, scores over all experts, differentiable; zero on padding.
-        counts: `[E]` int64, routes per expert of the local tokens.
+        routing: Expert ids and weights, as they are dispatched.
+        probs: `[T, E]` fp32, scores over all experts, rows sum to 1, differentiable; zero on padding.
+        counts: `[E]` int64, routes per expert of the local tokens, before any is dropped.
         valid: `[T]` bool, False on padding; None: no padding.
+        chosen: `[T, K]` int64, ids before any is dropped; None: those of `routing`.
+        ranking: `[T, E]` fp32, what was ranked, without bias and gradient; None from a router that does not say.
+        dropped: Routes over capacity, scalar int64 on the device; None: nothing can be dropped.
     """
 
     routing: Routing
     probs: Tensor
     counts: Tensor
     valid: Tensor | None = None
+    chosen: Tensor | None = None
+    ranking: Tensor | None = None
+    dropped: Tensor | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """`[T, K]` int64, before any is dropped; what balancing counts."""
+        return self.routing.expert_ids if self.chosen is None else self.chosen
 
 
 class Router(Protocol):
-    """Pure function of the logits. The gate's weight belongs to the MoE layer."""
+    """Pure function of the logits. The gate's weight belongs to the MoE layer.
+
+    A router may also have `jitter`: the layer then multiplies the gate's input in training, see `scores.jitter`.
+    """
 
     top_k: int
 
@@ -41,39 +64,64 @@ class Router(Protocol):
     ) -> Decision: ...
 
 
-def top_k_stable(scores: Tensor, k: int) -> Tensor:
-    """Ids of the k largest scores per row, ties to the lowest id, on every device and for every batch size.
-
-    `torch.topk` breaks ties by accident of its kernel. A stable descending sort does not, and the number of
-    operators does not depend on k.
-
-    Args:
-        scores: `[T, E]`.
-        k: At most E.
-
-    Returns:
-        `[T, k]` int64.
-    """
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
-
-
-class SoftmaxRouter:
-    """Softmax over all experts in fp32, then top-k (Shazeer et al. 2017; the order of Mixtral and OLMoE).
+class TopKRouter:
+    """The k best experts of every token. Subclasses say how logits become scores.
 
     Args:
         top_k: Routes per token.
         normalize: Divide the chosen weights by their sum. `auto`: when top_k > 1. With top_k = 1 every weight would
             be 1 and the router would get no gradient from the language-model loss.
+        score_order: `before_top_k` ranks the scores over all experts. `after_top_k` ranks the logits and scores only
+            the chosen ones: softmax over K (Mixtral). Without bias and groups the other functions give the same.
+        scaling_factor: Multiplies the weights, after normalisation.
+        num_groups: Groups of neighbouring experts; None: no limit.
+        top_groups: Groups a token may use.
+        jitter: The gate's input is multiplied by `U(1 - jitter, 1 + jitter)` in training.
+        expert_capacity_factor: An expert takes `ceil(T * K * factor / E)` of the local routes; None: all of them.
+        drop_policy: Which routes it keeps, see `drop_over_capacity`. Kept weights are not renormalised.
+        pad_to_capacity: Every expert gets exactly its capacity from every rank, see `pad_to_capacity`.
+        force_balance: For benchmarks: the choice is made, thrown away, and replaced by an even one. The weights are
+            still the router's scores, of the forced experts, so the gate gets its gradient through them.
     """
 
-    def __init__(self, *, top_k: int, normalize: bool | Literal["auto"] = "auto") -> None:
-        self.top_k = top_k
-        self.normalize = top_k > 1 if normalize == "auto" else bool(normalize)
-        if self.normalize and top_k == 1:
-            raise ValueError(
-                "router.normalize=true: with router.top_k=1 every weight is 1 and the router is not trained; "
-                "expected top_k > 1; set router.normalize=auto"
+    score: Callable[[Tensor], Tensor]
+    sums_to_one = False  # over whatever experts are scored
+
+    def __init__(
+        self,
+        *,
+        top_k: int,
+        normalize: bool | Literal["auto"] = "auto",
+        score_order: Literal["before_top_k", "after_top_k"] = "before_top_k",
+        scaling_factor: float = 1.0,
+        num_groups: int | None = None,
+        top_groups: int | None = None,
+        jitter: float = 0.0,
+        expert_capacity_factor: float | None = None,
+        drop_policy: DropPolicy = "probs",
+        pad_to_capacity: bool = False,
+        force_balance: bool = False,
+    ) -> None:
+        self.top_k, self.scaling_factor, self.jitter = top_k, scaling_factor, jitter
+        self.scores_chosen = score_order == "after_top_k"
+        are_shares = self.sums_to_one and self.scores_chosen
+        self.normalize = top_k > 1 and not are_shares if normalize == "auto" else bool(normalize)
+        if top_k == 1 and (self.normalize or are_shares):
+            key, fix = (
+                ("score_order=after_top_k", "score_order=before_top_k")
+                if are_shares
+                else (
+                    "normalize=true",
+                    "normalize=auto",
+                )
             )
+            raise ValueError(
+                f"router.{key}: with router.top_k=1 every weight is 1 and the router is not trained; "
+                f"expected top_k > 1; set router.{fix}"
+            )
+        self.num_groups, self.top_groups = num_groups, top_groups
+        self.expert_capacity_factor, self.drop_policy = expert_capacity_factor, drop_policy
+        self.pad_to_capacity, self.force_balance = pad_to_capacity, force_balance
 
     def __call__(
         self, logits: Tensor, *, selection_bias: Tensor | None = None, valid: Tensor | None = None
@@ -89,18 +137,70 @@ class SoftmaxRouter:
             The decision; ids of valid tokens are `-1 < id < E` also where the logits are not finite.
         """
         assert logits.dtype == torch.float32, f"router logits must be fp32, got {logits.dtype}"
-        probs = torch.softmax(logits, dim=-1)
-        scores = probs.detach()
-        ids = top_k_stable(scores if selection_bias is None else scores + selection_bias, self.top_k)
-        weights = probs.gather(1, ids)
+        scores = self.score(logits)
+        ranking = (logits if self.scores_chosen else scores).detach()
+        ids = self._choose(ranking, selection_bias, valid)
+        weights = self.score(logits.gather(1, ids)) if self.scores_chosen else scores.gather(1, ids)
         if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        complete = valid is None
+            weights = score_functions.share(weights)
+        if self.scaling_factor != 1.0:
+            weights = weights * self.scaling_factor
+        probs = scores if self.sums_to_one else score_functions.share(scores)
         if valid is not None:
             ids = torch.where(valid.unsqueeze(1), ids, -1)
             probs = torch.where(valid.unsqueeze(1), probs, 0.0)
         counts = count_routes(ids.unsqueeze(0), logits.shape[1]).squeeze(0)
-        return Decision(Routing(ids, weights, complete=complete), probs, counts, valid)
+        routing, dropped = Routing(ids, weights, complete=valid is None), None
+        if self.expert_capacity_factor is not None:
+            routing, dropped = self._limit(routing, counts, self.expert_capacity_factor)
+        return Decision(routing, probs, counts, valid, ids, ranking, dropped)
+
+    def _choose(self, ranking: Tensor, bias: Tensor | None, valid: Tensor | None) -> Tensor:
+        biased = ranking if bias is None else ranking + bias
+        if self.num_groups is not None:
+            assert self.top_groups is not None
+            biased = keep_top_groups(
+                biased, top_k=self.top_k, num_groups=self.num_groups, top_groups=self.top_groups
+            )
+        ids = top_k_stable(biased, self.top_k)
+        if self.force_balance:
+            num_tokens, num_experts = ranking.shape
+            return balanced_ids(
+                num_tokens, top_k=self.top_k, num_experts=num_experts, valid=valid, device=ids.device
+            )
+        return ids
+
+    def _limit(self, routing: Routing, counts: Tensor, factor: float) -> tuple[Routing, Tensor]:
+        num_tokens, num_experts = routing.expert_ids.shape[0], counts.numel()
+        capacity = expert_capacity(num_tokens, top_k=self.top_k, num_experts=num_experts, factor=factor)
+        ids, dropped = drop_over_capacity(
+            routing.expert_ids,
+            routing.weights,
+            capacity=capacity,
+            num_experts=num_experts,
+            policy=self.drop_policy,
+        )
+        kept = Routing(ids, routing.weights)
+        return pad_to_capacity(kept, counts, capacity=capacity) if self.pad_to_capacity else kept, dropped
+
+
+class SoftmaxRouter(TopKRouter):
+    """Softmax over all experts (OLMoE, Qwen3), or over the chosen ones (Mixtral)."""
+
+    score = staticmethod(score_functions.softmax)
+    sums_to_one = True
+
+
+class SigmoidRouter(TopKRouter):
+    """Experts do not compete for a score (DeepSeek-V3)."""
+
+    score = staticmethod(score_functions.sigmoid)
+
+
+class SqrtSoftplusRouter(TopKRouter):
+    """`sqrt(softplus(logit))`: like sigmoid, without an upper bound."""
+
+    score = staticmethod(score_functions.sqrt_softplus)
 
 
 def count_routes(ids: Tensor, num_experts: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A run folder: metrics.jsonl, result.json and env.json, written so that a crash leaves whole files."""
+"""A run folder: metrics, expert load, result.json and env.json, written so that a crash leaves whole files."""
 
 import dataclasses
 import importlib.metadata
@@ -21,6 +21,11 @@ ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")  # and everything that
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text file in UTF-8, see `write_bytes_atomic`."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file so that readers see the old or the new content, never a part.
 
     The new content is on the disk before it gets the name, so this also holds for a power failure.
@@ -32,8 +37,8 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
     # In the same folder: a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -101,6 +106,7 @@ class RunFolder:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self.path / "metrics.jsonl"
+        self.expert_load_path = self.path / "expert_load.jsonl"
         self.result_path = self.path / "result.json"
         self.env_path = self.path / "env.json"
 
@@ -110,25 +116,26 @@ class RunFolder:
         Raises:
             TypeError: see `to_plain`.
         """
-        line = json.dumps(to_plain(record), allow_nan=False).encode() + b"\n"
-        with self.metrics_path.open("a+b") as file:
-            _drop_unfinished_line(file)
-            file.write(line)
+        _append_line(self.metrics_path, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the records in the order they were written, without an unfinished last line."""
-        if not self.metrics_path.exists():
-            return []
-        # What follows the last newline is either empty or what a crash left.
-        finished = self.metrics_path.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in finished]
+        return _read_lines(self.metrics_path)
+
+    def append_expert_load(self, record: dict[str, Any]) -> None:
+        """Appends a record of `sidestream.tracking.expert_load`, as safely as `append_metrics`."""
+        _append_line(self.expert_load_path, record)
+
+    def read_expert_load(self) -> list[dict[str, Any]]:
+        """Returns what `append_expert_load` wrote, like `read_metrics`."""
+        return _read_lines(self.expert_load_path)
 
     def cut_metrics(self, step: int) -> None:
         """Atomically drops every record of a step after `step`, so that a resumed run logs each step once."""
-        if not self.metrics_path.exists():
-            return
-        kept = [record for record in self.read_metrics() if record[STEP] <= step]
-        write_text_atomic(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
+        for path in (self.metrics_path, self.expert_load_path):
+            if path.exists():
+                kept = [record for record in _read_lines(path) if record[STEP] <= step]
+                write_text_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write_env(self, *, command: list[str] | None = None) -> dict[str, Any]:
         """Writes env.json: what ran, where, and with which versions.
@@ -168,6 +175,21 @@ class RunFolder:
         if not self.result_path.exists():
             return None
         return json.loads(self.result_path.read_text(encoding="utf-8"))
+
+
+def _append_line(path: Path, record: dict[str, Any]) -> None:
+    line = json.dumps(to_plain(record), allow_nan=False).encode() + b"\n"
+    with path.open("a+b") as file:
+        _drop_unfinished_line(file)
+        file.write(line)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # What follows the last newline is either empty or what a crash left.
+    finished = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in finished]
 
 
 def _drop_unfinished_line(file: Any) -> None:

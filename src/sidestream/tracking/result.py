@@ -32,7 +32,10 @@ class Metrics:
     tokens: int | None = None  # trained on, over all ranks
     tokens_per_second: float | None = None  # over all ranks
     step_ms: float | None = None  # median
-    mfu: float | None = None  # share of the device's peak, null where the peak is unknown
+    mfu: float | None = None  # share of the devices' peak, null where the peak is unknown
+    # Per device, and where it is from or why there is none. Older results lack both: read them with `.get`.
+    peak_tflops: float | None = None
+    peak_source: str | None = None
     peak_memory_bytes: int | None = None  # largest of all ranks
     bytes_on_wire: int | None = None  # sent by the dispatchers, over all ranks
     baselines: Baselines = field(default_factory=Baselines)

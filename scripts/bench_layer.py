@@ -1,0 +1,207 @@
+"""Times one MoE layer, forward and backward, against a dense layer of equal FLOPs and against published MoE layers.
+
+python scripts/bench_layer.py --shapes A B C D E A@2 B@2 --peers all
+
+Peers live in an extra, and torchtitan wants more than it uses, so its imports are listed:
+
+    pip install -e '.[peers]'
+    pip install --no-deps torchtitan==0.3.0 spmd-types==0.2.3 tyro docstring-parser triton
+
+What is measured, and what not to conclude from it: docs/layer_benchmark.md.
+"""
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sidestream.measure.ranks import Failed, run_ranks
+from sidestream.measure.report import add_statistics, print_tables, save_picture
+from sidestream.measure.shapes import SHAPES, parse_case
+from sidestream.tracking.folder import code_state, cpu_model, package_versions, write_json_atomic
+
+ROOT = Path(__file__).resolve().parents[1]
+PEER_PACKAGES = ("transformers", "megatron-core", "torchtitan")
+SCHEMA_VERSION = 1
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    shapes = ", ".join(
+        f"{s.name} {s.tokens},{s.hidden_size},{s.expert_hidden_size},{s.num_experts},{s.top_k}"
+        for s in SHAPES.values()
+    )
+    add(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        metavar="SHAPE[@RANKS]",
+        help=f"names or T,D,F,E,K with T tokens per rank; one rank unless @2 is added ({shapes})",
+    )
+    add(
+        "--peers",
+        nargs="+",
+        default=["all"],
+        help="all, none, or any of transformers, torchtitan, megatron_alltoall, megatron_allgather",
+    )
+    add(
+        "--arms",
+        nargs="+",
+        default=[],
+        metavar="sidestream/DISPATCHER+FUSION[,OVERRIDE...]",
+        help="default: local+grouped and alltoall+grouped; overrides as for train.py, e.g. ,fusion.alignment=8",
+    )
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--rounds", type=int, default=12, help="rounds with fresh tokens and routing each (default 12)")
+    add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
+    add("--frozen-rounds", type=int, default=0, help="then rounds with the same tokens each (default 0)")
+    add("--skew", type=float, default=0.0, help="s of Zipf(s) expert popularity (default 0: uniform)")
+    add(
+        "--skew-order",
+        choices=("contiguous", "shuffled"),
+        default="contiguous",
+        help="popular experts on rank 0",
+    )
+    add("--seed", type=int, default=1234)
+    add(
+        "--malloc",
+        choices=("keep", "default"),
+        default="keep",
+        help="keep: freed memory stays in the process, as in training runs; the same for all arms",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("logs/bench_layer.json"),
+        help="JSON; the picture lies beside it as .png",
+    )
+    parsed = parser.parse_args(argv)
+    if parsed.rounds < 1 or parsed.warmup < 0 or parsed.frozen_rounds < 0:
+        parser.error("--rounds must be at least 1, --warmup and --frozen-rounds at least 0")
+    return parsed
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    before = os.getloadavg()
+    try:
+        cases = [parse_case(text) for text in options.shapes]
+        peers, left_out = choose_peers(options)
+        print(f"peers: {', '.join(peers) or 'none'}", flush=True)
+        groups = []
+        for world_size in sorted({case.world_size for case in cases}):
+            shapes = [asdict(case.shape) for case in cases if case.world_size == world_size]
+            groups.append(run_ranks(job(options, shapes, peers), world_size=world_size))
+    except (ValueError, Failed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "layer",
+        "status": "finished",
+        "command": shlex.join(
+            ["python", "scripts/bench_layer.py", *(sys.argv[1:] if argv is None else argv)]
+        ),
+        "started": started,
+        **environment(options),
+        "precision": options.dtype,
+        "seed": options.seed,
+        "skew": options.skew,
+        "skew_order": options.skew_order,
+        "rounds": options.rounds,
+        "warmup_rounds": options.warmup,
+        "frozen_rounds": options.frozen_rounds,
+        "pinned": all(group["pinned"] for group in groups),
+        "memory_kept": all(group["memory_kept"] for group in groups),
+        "peers": peers,
+        "peers_left_out": left_out,
+        "load_average": {"before": list(before), "after": list(os.getloadavg())},
+        "results": [record for group in groups for record in group["records"]],
+    }
+    for record in result["results"]:
+        add_statistics(record)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(options.out, result)
+    save_picture(result, options.out.with_suffix(".png"))
+    # A file or a pipe has no width: the tables need this much.
+    print_tables(result, Console() if sys.stdout.isatty() else Console(width=140))
+    print(options.out, options.out.with_suffix(".png"))
+    return 0
+
+
+def choose_peers(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    if options.peers == ["none"]:
+        return [], {}
+    from sidestream.measure import peers  # brings torch
+    from sidestream.measure.layer import DTYPES
+
+    return peers.choose(options.peers, DTYPES[options.dtype])
+
+
+def job(options: argparse.Namespace, shapes: list[dict[str, Any]], peers: list[str]) -> dict[str, Any]:
+    """`layer.Job` in plain types, and `malloc`."""
+    return {
+        "shapes": shapes,
+        "arms": options.arms,
+        "peers": peers,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "warmup": options.warmup,
+        "frozen_rounds": options.frozen_rounds,
+        "skew": options.skew,
+        "skew_order": options.skew_order,
+        "seed": options.seed,
+        "conf": str(ROOT / "conf"),
+        "malloc": options.malloc,
+    }
+
+
+def environment(options: argparse.Namespace) -> dict[str, Any]:
+    commit, dirty = code_state()
+    emulated = ["all ranks on one machine, gloo over the loopback"]
+    if options.peers != ["none"]:
+        emulated.append(
+            "megatron-core runs on a CPU with its torch.cuda calls replaced by ones that do nothing"
+        )
+    return {
+        "device": "cpu",
+        "cpu": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads_per_rank": 1,
+        "malloc": options.malloc,
+        "transport": "torch",
+        "link": "native",
+        "emulated": emulated,
+        "versions": package_versions() | versions_of(PEER_PACKAGES),
+        "commit": commit,
+        "dirty": dirty,
+    }
+
+
+def versions_of(packages: tuple[str, ...]) -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

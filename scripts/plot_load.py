@@ -1,0 +1,35 @@
+"""Draws the load of every expert over the steps of a run, from what the run recorded.
+
+python scripts/plot_load.py logs/train/runs/<run>                   writes expert_load.png in it
+python scripts/plot_load.py logs/train/runs/<run> --out load.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from sidestream.tracking.expert_load import FILE, write_picture
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="run folder")
+    parser.add_argument("--out", type=Path, help="picture to write; default expert_load.png in the folder")
+    arguments = parser.parse_args(argv)
+    folder, out = arguments.folder, arguments.out
+    picture = None
+    if (folder / FILE).exists():
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        picture = write_picture(folder, out)
+    if picture is None:
+        print(
+            f"error: folder={folder}: no expert load in it; expected a run with MoE layers", file=sys.stderr
+        )
+        return 2
+    print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

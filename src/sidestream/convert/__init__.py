@@ -1,0 +1,1 @@
+"""Weights in and out: Hugging Face checkpoints of Mixtral, OLMoE and Qwen3-MoE."""

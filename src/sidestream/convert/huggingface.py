@@ -1,0 +1,221 @@
+"""Read and write Hugging Face checkpoint folders, one tensor at a time.
+
+Reading fills the tensors a rank owns, so every rank of an expert-parallel group reads its own experts and no rank
+ever holds the whole model. Writing needs one of our tensors at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sidestream.config.errors import ConfigError
+from sidestream.convert.families import FAMILIES, Family, family_of
+from sidestream.convert.tensors import pieces
+from sidestream.model.config import ModelShape
+from sidestream.model.transformer import MoETransformer
+
+SHARD_BYTES = 4 * 2**30
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        why, expected = "no config.json in it", "a folder written by save_pretrained or downloaded whole"
+        raise ConfigError(
+            "initial_weights", folder, why, expected=expected, fix="initial_weights=<such a folder>"
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ModuleNotFoundError:
+        why, install = "safetensors is not installed", "pip install 'safetensors>=0.5'"
+        raise ConfigError(
+            "initial_weights", "<folder>", why, expected=install, fix="initial_weights=null"
+        ) from None
+    return safetensors
+
+
+class Reader:
+    """Tensors of a folder by name; files stay open, tensors are read when asked for.
+
+    Raises:
+        ConfigError: No safetensors files in the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._open, self._stack = Path(folder), {}, ExitStack()  # type: ignore[var-annotated]
+        self._safe_open = _safetensors().safe_open
+        index = self._folder / "model.safetensors.index.json"
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            files = [path.name for path in sorted(self._folder.glob("*.safetensors"))]
+            self._file_of = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
+        if not self._file_of:
+            why, expected = "no weights in it", "model*.safetensors"
+            raise ConfigError(
+                "initial_weights", folder, why, expected=expected, fix="initial_weights=<such a folder>"
+            )
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            ConfigError: It is missing.
+        """
+        if name not in self._file_of:
+            why = f"the checkpoint has no tensor {name}"
+            raise ConfigError(
+                "initial_weights", self._folder, why, expected="a complete checkpoint", fix="another one"
+            )
+        return self._file(self._file_of[name]).get_tensor(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(self._safe_open(self._folder / name, framework="pt"))
+        return self._open[name]
+
+
+@torch.no_grad()
+def load_huggingface(model: MoETransformer, folder: Path) -> None:
+    """Fill this rank's part of a model, before `Reduction.shard`.
+
+    Args:
+        model: Of the same shape; experts are plain tensors of `model.parts.expert_range`.
+        folder: A Hugging Face checkpoint.
+
+    Raises:
+        ConfigError: Another model type, a missing tensor, a tensor we have no place for, or another shape.
+    """
+    family = family_of(read_config(folder))
+    every_expert = range(model.shape.num_experts)
+    with Reader(folder) as reader:
+        expected: set[str] = set()
+        for name, parameter in model.named_parameters():
+            for piece in _pieces(name, model.shape, family, range(*model.parts.expert_range)):
+                theirs = reader.get(piece.name)
+                ours = parameter.data[piece.index]
+                if (ours.t() if piece.transposed else ours).shape != theirs.shape:
+                    why = f"{piece.name} is {tuple(theirs.shape)} in the checkpoint, {tuple(ours.shape)} here"
+                    raise ConfigError(
+                        "model", folder, why, expected="the checkpoint's sizes", fix="model=<its preset>"
+                    )
+                piece.put(parameter.data, theirs)
+            expected |= {piece.name for piece in _pieces(name, model.shape, family, every_expert)}
+        if model.shape.tie_embeddings:
+            expected.add("lm_head.weight")
+        if unknown := sorted(name for name in reader.names - expected if not name.endswith("inv_freq")):
+            why = f"{len(unknown)} tensors have no place in this model, first {unknown[0]}"
+            raise ConfigError(
+                "model", folder, why, expected="the checkpoint's sizes", fix="model=<its preset>"
+            )
+
+
+def _pieces(name: str, shape: ModelShape, family: Family, experts: range) -> list[Any]:
+    try:
+        return list(pieces(name, shape, family, experts))
+    except KeyError:
+        why = f"{family.model_type} has no counterpart of our parameter {name}"
+        raise ConfigError(
+            "model", name, why, expected="a model of that family", fix="model=<its preset>"
+        ) from None
+
+
+def write_huggingface(
+    folder: Path,
+    *,
+    names: Iterable[str],
+    tensor: Callable[[str], Tensor],
+    shape: ModelShape,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that `from_pretrained` reads; aside, then renamed.
+
+    Args:
+        folder: Must not exist.
+        names: Our parameter names.
+        tensor: Name -> the whole tensor, all experts; asked for one at a time.
+        shape: The model's shape.
+        config: From `config_json`.
+        dtype: Of the written weights.
+        shard_bytes: Size of a file.
+    """
+    if folder.exists():
+        raise ConfigError("out", folder, "it exists", expected="a new folder", fix="out=<a new folder>")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    written: list[list[str]] = []
+    size, total = 0, 0
+
+    def flush() -> None:
+        # The number of files is known at the end; they are renamed then.
+        _safetensors().torch.save_file(
+            shards[0], partial / f"{len(written)}.safetensors", metadata={"format": "pt"}
+        )
+        written.append(list(shards[0]))
+        shards[0] = {}
+
+    for name in names:
+        ours = tensor(name)
+        for piece in _pieces(name, shape, FAMILIES[config["model_type"]], range(shape.num_experts)):
+            theirs = piece.take(ours).to(dtype)
+            nbytes = theirs.numel() * theirs.element_size()
+            if size and size + nbytes > shard_bytes:
+                flush()
+                size = 0
+            shards[0][piece.name] = theirs
+            size, total = size + nbytes, total + nbytes
+    flush()
+    _name_shards(partial, written, total)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    partial.rename(folder)
+
+
+def _name_shards(folder: Path, written: list[list[str]], total: int) -> None:
+    if len(written) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(written):
+        file = f"model-{index + 1:05d}-of-{len(written):05d}.safetensors"
+        (folder / f"{index}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(content, indent=2) + "\n", encoding="utf-8"
+    )

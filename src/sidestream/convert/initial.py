@@ -1,0 +1,31 @@
+"""`initial_weights`: weights to start from, of a Hugging Face folder or of one of our checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sidestream.config.errors import ConfigError
+from sidestream.convert.huggingface import load_huggingface
+from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.weights import load_weights
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is a checkpoint folder of ours (torch's distributed format)."""
+    return (folder / ".metadata").is_file()
+
+
+def load_before_sharding(model: MoETransformer, folder: Path) -> None:
+    """Read a Hugging Face folder: each rank its own experts. Does nothing for a checkpoint of ours."""
+    if not is_checkpoint(folder):
+        load_huggingface(model, folder)
+
+
+def load_after_sharding(model: MoETransformer, folder: Path) -> None:
+    """Read a checkpoint of ours, whatever the number of ranks that wrote it. Collective."""
+    if is_checkpoint(folder):
+        try:
+            load_weights(model, folder)
+        except ValueError as error:
+            why, fix = str(error), "model=<that of the checkpoint>"
+            raise ConfigError("initial_weights", folder, why, expected="the same model", fix=fix) from error

@@ -1,0 +1,68 @@
+"""Your own text files."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from sidestream.config.data_files import expand_files, file_states
+from sidestream.config.errors import ConfigError
+from sidestream.data.documents import Document, DocumentSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(DocumentSource):
+    """`data=text`: files in the order of their paths. A document is a file, or a part of one.
+
+    Attributes:
+        files: Paths and globs (`**` for folders at any depth), from the current folder.
+        val_files: The same for validation, left out of `files`; empty means by `val_fraction`.
+        separator: Text that ends a document within a file (it is left out); None: each file is one document.
+    """
+
+    files: list[str]
+    val_files: list[str]
+    separator: str | None = None
+
+    name: ClassVar[str] = "text"
+
+    def documents(self) -> Iterator[Document]:
+        validation = expand_files("data.val_files", self.val_files)
+        for path in expand_files("data.files", self.files):
+            if path not in validation:
+                yield from self._read(path, "data.files", False if validation else None)
+        for path in validation:
+            yield from self._read(path, "data.val_files", True)
+
+    def identity(self) -> object:
+        files = expand_files("data.files", self.files)
+        return [
+            file_states(files),
+            file_states(expand_files("data.val_files", self.val_files)),
+            self.separator,
+        ]
+
+    def _read(self, path: Path, key: str, validation: bool | None) -> Iterator[Document]:
+        try:
+            for content in _cut(path, None if self.separator is None else self.separator.encode()):
+                yield Document(content, validation)
+        except OSError as error:
+            raise ConfigError(
+                key, str(path), f"cannot be read ({error})", expected="readable files", fix=f"{key}=[<files>]"
+            ) from error
+
+
+def _cut(path: Path, separator: bytes | None) -> Iterator[bytes]:
+    """The parts of a file between separators; only one of them is in memory."""
+    if separator is None or path.stat().st_size == 0:
+        yield path.read_bytes()
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        begin = 0
+        while (end := content.find(separator, begin)) >= 0:
+            yield content[begin:end]
+            begin = end + len(separator)
+        yield content[begin:]

@@ -1,0 +1,141 @@
+"""Arms: what is compared. Sidestream's layer in any combination of dispatcher and fusion, and the dense yardstick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from sidestream.build import make, model_shape
+from sidestream.dispatch.base import DispatchSpec
+from sidestream.exchange.link import NativeLink
+from sidestream.fusion.base import resolve_alignment
+from sidestream.launch import entry
+from sidestream.measure.problem import Weights
+from sidestream.measure.shapes import LayerShape
+from sidestream.model.layers import SwiGLU
+from sidestream.model.moe import Ledger, MoE, MoEParts
+
+Kind = Literal["sidestream", "dense", "peer"]
+
+
+@dataclass
+class Arm:
+    """One layer under test.
+
+    Attributes:
+        forward: `[T, D]` -> `[T, D]`, differentiable.
+        module: Holds the parameters.
+        grads: Gradients after a backward, in our layout (see `problem.Answer`, without `x`); None: the arm computes
+            another function and is not checked against the reference.
+        close: Releases what the arm holds; collective.
+    """
+
+    name: str
+    kind: Kind
+    forward: Callable[[Tensor], Tensor]
+    module: nn.Module
+    grads: Callable[[], dict[str, Tensor]] | None = None
+    close: Callable[[], None] = lambda: None
+
+    def clear_gradients(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+
+def dense_arm(shape: LayerShape, *, dtype: torch.dtype, seed: int) -> Arm:
+    """One SwiGLU of width K * F per token: the same expert FLOPs, no routing, nothing travels."""
+    layer = SwiGLU(shape.hidden_size, shape.top_k * shape.expert_hidden_size)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+    return Arm("dense", "dense", layer.to(dtype), layer)
+
+
+def compose_layer(conf: Path, shape: LayerShape, arm: str) -> DictConfig:
+    """The config of an arm `sidestream/<dispatcher>+<fusion>[,<override>...]`.
+
+    Raises:
+        ValueError: The name does not read like this.
+    """
+    choice, *overrides = arm.split(",")
+    project, _, combination = choice.partition("/")
+    dispatcher, plus, fusion = combination.partition("+")
+    if project != "sidestream" or not (dispatcher and plus and fusion):
+        raise ValueError(
+            f"arm={arm}: expected sidestream/<dispatcher>+<fusion>, such as sidestream/alltoall+grouped"
+        )
+    entry.register()
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        return compose(
+            "train",
+            [
+                f"dispatcher={dispatcher}",
+                f"fusion={fusion}",
+                "balance=none",
+                f"router.top_k={shape.top_k}",
+                f"model.hidden_size={shape.hidden_size}",
+                f"model.expert_hidden_size={shape.expert_hidden_size}",
+                f"model.num_experts={shape.num_experts}",
+                "model.num_shared_experts=0",
+                *overrides,
+            ],
+        )
+
+
+def sidestream_arm(
+    name: str,
+    shape: LayerShape,
+    weights: Weights,
+    *,
+    conf: Path,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> Arm:
+    """The layer of `sidestream.model.moe`, in the serial order of `overlap=none`. Collective.
+
+    Raises:
+        ValueError: The combination cannot run on this group.
+    """
+    cfg = compose_layer(conf, shape, name)
+    dispatcher, fusion = make(cfg.dispatcher), make(cfg.fusion)
+    alignment = resolve_alignment(fusion.alignment, dtype=dtype, device_type="cpu")
+    spec = DispatchSpec(num_experts=shape.num_experts, hidden_size=shape.hidden_size, alignment=alignment)
+    dispatcher.wire(group=group, spec=spec, link=NativeLink())
+    parts = MoEParts(
+        router=make(cfg.router),
+        balance=make(cfg.balance),
+        dispatcher=dispatcher,
+        fusion=fusion,
+        expert_range=weights.expert_range,
+    )
+    ledger = Ledger(counts=torch.zeros(1, shape.num_experts, dtype=torch.int64))
+    layer = MoE(model_shape(cfg, vocab_size=256), parts, layer=0, ledger=ledger).to(dtype)
+    w_gate_up, w_down = weights.local
+    with torch.no_grad():
+        layer.gate.copy_(weights.gate)
+        layer.selection_bias.zero_()
+        layer.experts.w_gate_up.copy_(w_gate_up)
+        layer.experts.w_down.copy_(w_down)
+
+    def forward(x: Tensor) -> Tensor:
+        ledger.begin_attempt()
+        path = layer.routed_path(x.unsqueeze(0))
+        path.start("dispatch")
+        path.finish("dispatch")
+        path.run("experts")
+        path.start("combine")
+        return path.finish("combine")
+
+    def grads() -> dict[str, Tensor]:
+        experts = layer.experts
+        return {"gate": layer.gate.grad, "w_gate_up": experts.w_gate_up.grad, "w_down": experts.w_down.grad}  # type: ignore[dict-item]
+
+    return Arm(name, "sidestream", forward, layer, grads, dispatcher.close)

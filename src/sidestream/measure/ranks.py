@@ -1,0 +1,90 @@
+"""Starts the ranks of a measurement on this machine and waits for them. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sidestream.config.compatibility import Layout
+from sidestream.launch.processes import PARENT, kill_group
+from sidestream.launch.supervisor import import_path, rank_environment
+from sidestream.tracking.folder import write_json_atomic
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_POLL_SECONDS = 0.1
+_SECONDS_AFTER_FAILURE = 3.0
+
+
+class Failed(Exception):
+    """A rank ended badly; the message is for the user."""
+
+
+def run_ranks(job: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+    """Run `sidestream.measure.worker` on every rank, one thread each.
+
+    Args:
+        job: `layer.Job` in plain types, and `malloc`.
+
+    Returns:
+        `records`, `pinned`, `memory_kept`.
+
+    Raises:
+        Failed: A rank did not end with 0.
+    """
+    layout = Layout(world_size, world_size, world_size, 1, 1, 1, "cpu")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sidestream-")))
+        write_json_atomic(folder / "job.json", job)
+        processes = []
+        for rank in range(world_size):
+            log = stack.enter_context((folder / f"log{rank}").open("wb"))
+            environment = {
+                **os.environ,
+                **rank_environment(layout, rank=rank, store=folder / "store"),
+                **dict.fromkeys(THREADS, "1"),
+                "PYTHONPATH": import_path(),
+                "TRANSFORMERS_VERBOSITY": "error",
+                PARENT: str(os.getpid()),
+            }
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sidestream.measure.worker", "--folder", str(folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=log,
+                start_new_session=True,
+            )
+            stack.callback(kill_group, process)
+            processes.append(process)
+        _wait(processes)
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            raise Failed(_explain(folder, codes))
+        return json.loads((folder / "records.json").read_text(encoding="utf-8"))
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Return when all have ended, or a moment after the first has failed."""
+    deadline = float("inf")
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _explain(folder: Path, codes: list[int | None]) -> str:
+    told = sorted(folder.glob("error*"))
+    if told:
+        return told[0].read_text(encoding="utf-8")
+    rank = next(rank for rank, code in enumerate(codes) if code)
+    tail = (folder / f"log{rank}").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+    return "\n".join([f"rank {rank} ended with {codes[rank]}", *tail])

@@ -1,0 +1,88 @@
+"""README and picture show what is in docs/results/, and scripts/render_readme.py takes only whole runs there."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sidestream.tracking.result import RunResult
+from tests.docs.pages import README, script, text
+
+render_readme = script("scripts/render_readme.py")
+
+
+def test_the_table_is_the_one_of_the_committed_run():
+    assert render_readme.render(text(README)) == text(README), "run `make readme`"
+
+
+def test_the_picture_shows_the_committed_run():
+    assert render_readme.drawn_digest(render_readme.PICTURE) == render_readme.data_digest(), (
+        "run `make readme`"
+    )
+
+
+def test_the_committed_run_is_a_default_run_that_finished():
+    result = json.loads(text(render_readme.RESULT))
+    assert (result["status"], result["command"]) == ("finished", "python train.py")
+    assert result.keys() <= RunResult(status="finished").as_dict().keys()
+    assert result["metrics"]["val_loss"] < 1.8 < result["metrics"]["baselines"]["trigram"]
+    last = json.loads(text(render_readme.METRICS).splitlines()[-1])
+    assert last["val/loss"] == result["metrics"]["val_loss"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder made of the committed files; what the script writes goes to `tmp_path` too."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "result.json").write_bytes(render_readme.RESULT.read_bytes())
+    (folder / "metrics.jsonl").write_bytes(render_readme.METRICS.read_bytes())
+    machine = json.loads(text(render_readme.MACHINE))
+    env = {**machine, "started": "2026-01-01T00:00:00+00:00", "cpu": "Some CPU", "previous": []}
+    (folder / "env.json").write_text(json.dumps(env))
+    os.utime(folder / "result.json", times=(1767225600 + 77, 1767225600 + 77))
+    (tmp_path / "README.md").write_text(text(README))
+    for name in ("RESULT", "METRICS", "MACHINE"):
+        monkeypatch.setattr(render_readme, name, tmp_path / getattr(render_readme, name).name)
+    monkeypatch.setattr(render_readme, "README", tmp_path / "README.md")
+    monkeypatch.setattr(render_readme, "PICTURE", tmp_path / "loss.png")
+    return folder
+
+
+def test_a_run_is_taken_and_shown(run: Path, tmp_path: Path):
+    result = json.loads((run / "result.json").read_text())
+    result["metrics"]["val_loss"] = 1.25
+    result["link"] = "throttled"
+    times = (run / "result.json").stat().st_mtime
+    (run / "result.json").write_text(json.dumps(result))
+    os.utime(run / "result.json", times=(times, times))
+    assert render_readme.main(["--run", str(run)]) == 0
+    shown = (tmp_path / "README.md").read_text()
+    assert "| validation loss | **1.250** nats per byte" in shown
+    assert "| emulated | the wire (link=throttled) |" in shown
+    assert "| hardware | Some CPU, " in shown
+    assert "| time | 77 s from start to result |" in shown
+    assert render_readme.drawn_digest(tmp_path / "loss.png") == render_readme.data_digest()
+    assert render_readme.render(shown) == shown
+
+
+@pytest.mark.parametrize("change", ["failed", "resumed", "absent"])
+def test_half_a_run_is_refused(run: Path, change: str, capsys: pytest.CaptureFixture):
+    for name, change_of, key, value in (
+        ("result", "failed", "status", "failed"),
+        ("env", "resumed", "previous", [{}]),
+    ):
+        if change == change_of:
+            path = run / f"{name}.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    before = render_readme.README.read_text()
+    assert render_readme.main(["--run", str(run / "x" if change == "absent" else run)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: run={run}")
+    assert render_readme.README.read_text() == before
+    assert not render_readme.RESULT.exists()
+
+
+def test_a_readme_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match=r"README\.md: no "):
+        render_readme.render("# Sidestream\n")
