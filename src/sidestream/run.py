@@ -71,7 +71,11 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
         run_folder.write_env(command=shlex.split(launch.command))
         run_folder.write_result(start.as_dict())
     loggers = _loggers(cfg, launch=launch, folder=folder, layout=layout, start=start, rank=env.rank)
-    progress = RichProgress(rank=env.rank, log_every_n_steps=cfg.trainer.log_every_n_steps)
+    progress = RichProgress(
+        rank=env.rank,
+        log_every_n_steps=cfg.trainer.log_every_n_steps,
+        enabled=cfg.callbacks.progress.enabled,
+    )
     failed = True
     try:
         result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress)

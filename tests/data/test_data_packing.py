@@ -203,8 +203,6 @@ def test_b6_what_padding_holds_changes_nothing(world, ep):
         assert padded > 0 and padded + targets == 8 * L  # every place either predicts or is padding
     # The last step's counts: padding takes no expert.
     assert (zero[0]["counts"].sum(dim=1) == targets * setup.top_k).all()
-        "no padding was tested"
-    )
 
 
 def close(a, b, scale=None):

@@ -191,6 +191,7 @@ def test_the_script_starts_its_own_ranks(tmp_path, capfd):
 
 @pytest.mark.full
 @pytest.mark.shell
+@pytest.mark.timeout(400)
 def test_all_peers_agree_with_the_reference(tmp_path):
     for name, peer in peers.PEERS.items():
         try:

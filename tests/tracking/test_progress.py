@@ -110,9 +110,11 @@ def test_redraws_are_limited_but_the_last_state_is_drawn(clock):
     assert "300/1000" in out.getvalue()
 
 
-def test_other_ranks_print_nothing():
+@pytest.mark.parametrize(("rank", "enabled"), [(1, True), (0, False)])
+def test_other_ranks_and_a_disabled_bar_print_nothing(rank, enabled):
     out = Terminal()
-    bar = RichProgress(rank=1, log_every_n_steps=1, console=Console(file=out, force_terminal=True))
+    console = Console(file=out, force_terminal=True)
+    bar = RichProgress(rank=rank, log_every_n_steps=1, enabled=enabled, console=console)
     start(bar)
     bar.show(1, METRICS)
     bar.show_validation(1, 2.0)

@@ -109,7 +109,7 @@ class ExpertBias(Balance):
 
 @dataclass
 class QuantileBalance(Balance):
-    ema: float = key(low=0.0, high=1.0)
+    ema: float = key(low=0.0, high=0.999)
 
 
 @dataclass

@@ -188,7 +188,10 @@ class SidestreamModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to go on bit-identically. Plain types and tensors only: loads with weights_only."""
         states: list[Any] = [None] * self.trainer.world_size
-        dist.all_gather_object(states, torch.get_rng_state(), group=self.parallel_strategy.parallel.control)
+        generators = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.device)
+        dist.all_gather_object(states, generators, group=self.parallel_strategy.parallel.control)
         checkpoint["sidestream"] = {
             "format": CHECKPOINT_FORMAT,
             "step": self.global_step,
@@ -217,6 +220,9 @@ class SidestreamModule(LightningModule):
         """Give this rank its random numbers: those of the checkpoint, or fresh ones that no other rank has."""
         rank, saved = self.trainer.global_rank, self._restored
         if saved is not None and saved["world_size"] == self.trainer.world_size:
-            torch.set_rng_state(saved["rng"][rank])
+            generators = saved["rng"][rank]
+            torch.set_rng_state(generators["cpu"])
+            if self.device.type == "cuda" and "cuda" in generators:
+                torch.cuda.set_rng_state(generators["cuda"], self.device)
         else:
             torch.manual_seed(seed_of(self.recipe.seed, "rank", rank, self.global_step))

@@ -27,11 +27,14 @@ class RichProgress(Callback):
     Args:
         rank: global rank.
         log_every_n_steps: distance of the plain lines; the bar shows every step it is told.
+        enabled: False: nothing is printed by this class on any rank.
         console: where to print; default stdout.
     """
 
-    def __init__(self, *, rank: int, log_every_n_steps: int, console: Console | None = None) -> None:
-        self._silent = rank > 0
+    def __init__(
+        self, *, rank: int, log_every_n_steps: int, enabled: bool = True, console: Console | None = None
+    ) -> None:
+        self._silent = rank > 0 or not enabled
         self._every = log_every_n_steps
         self._console = console or Console()
         # Not `is_terminal`: FORCE_COLOR makes it true for a file, which would then fill up with redraws.

@@ -5,6 +5,8 @@ Routing weights are applied behind the experts, in bf16 for a bf16 model. Expert
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,7 +29,7 @@ def build(name: str, shape: LayerShape, weights: Weights, dtype: torch.dtype) ->
         norm_topk_prob=shape.top_k > 1,
     )
     config._experts_implementation = "grouped_mm"
-    block = Qwen3MoeSparseMoeBlock(config).to(dtype)
+    block: Any = Qwen3MoeSparseMoeBlock(config).to(dtype)
     experts, (w_gate_up, w_down) = block.experts, weights.local
     with torch.no_grad():
         block.gate.weight.copy_(weights.gate)
