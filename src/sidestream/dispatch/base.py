@@ -62,6 +62,7 @@ class Received:
         offsets: `[L]` int32, inclusive ends of the experts' segments, on the device.
         host_offsets: The same on the host when the dispatcher knows them anyway (eager), else None.
         exact: `rows` ends at the last offset: there is no tail.
+        certain: A number of rows known without looking to be before the last offset.
     """
 
     rows: Tensor
@@ -69,6 +70,7 @@ class Received:
     offsets: Tensor
     host_offsets: list[int] | None = None
     exact: bool = False
+    certain: int = 0
 
 
 class Pending(Protocol, Generic[T_co]):

@@ -71,7 +71,9 @@ class LocalDispatcher:
         layout = plan.layout
         rows = tokens_to_slots(x, layout, top_k=plan.routing.top_k)
         weights = rows_to_slots(plan.routing.weights.reshape(-1), layout)
-        return _Ready(Received(rows, weights, layout.offsets, exact=layout.every_slot))
+        # Every row has a slot before the last offset.
+        certain = layout.slot_of_row.numel() if layout.every_row else 0
+        return _Ready(Received(rows, weights, layout.offsets, exact=layout.every_slot, certain=certain))
 
     def combine(self, rows: Tensor, plan: LocalPlan) -> _Ready:
         return _Ready(sum_routes(rows, plan.layout, top_k=plan.routing.top_k))
