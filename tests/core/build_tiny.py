@@ -195,11 +195,16 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def run_steps(rank: int, world: int, setup: Setup) -> dict[str, Any]:
-    """Train `setup.steps` steps; return losses, norms, the first step's gradients and the final parameters."""
+    """Train `setup.steps` steps; return losses, norms, the first step's gradients and the final parameters.
+
+    "transfers" are the tags of all exchanges in order; they must be the same on every rank.
+    """
     model = make_model(setup)
     step = make_step(setup, model, world)
     optimizer = make_optimizer(setup, step.params)
-    out: dict[str, Any] = {"loss": [], "aux": [], "norm": [], "counts": []}
+    out: dict[str, Any] = {"loss": [], "aux": [], "norm": [], "counts": [], "transfers": []}
+    if setup.dispatcher == "alltoall":
+        model.parts.dispatcher.channel.on_start = out["transfers"].append
     for index in range(setup.steps):
         step.attempt(local_batch(setup, index, rank, world))
         if index == 0:

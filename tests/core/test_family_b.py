@@ -122,7 +122,8 @@ def test_b1_empty_input_stays_attached(fusion, host_offsets, poisoned_memory):
 @pytest.mark.parametrize("fusion", [LoopExperts(), GroupedExperts()], ids=lambda f: f.name)
 @pytest.mark.parametrize("tail", [NAN, 1e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_b3_tail_rows_never_matter(fusion, tail, dtype, poisoned_memory):
+@pytest.mark.parametrize("certain", [0, 5])
+def test_b3_tail_rows_never_matter(fusion, tail, dtype, certain, poisoned_memory):
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -137,7 +138,7 @@ def test_b3_tail_rows_never_matter(fusion, tail, dtype, poisoned_memory):
         leaves = [t.to(d).requires_grad_() for t, d in zip((rows, weights), (dtype, torch.float32))]
         params = [w.to(dtype).requires_grad_() for w in (w_gate_up, w_down)]
         for _ in range(2):
-            out = fusion(Received(*leaves, offsets, exact=exact), *params)
+            out = fusion(Received(*leaves, offsets, exact=exact, certain=certain), *params)
             out.backward(up.to(dtype))
         return out.detach(), [t.grad for t in leaves], [p.grad for p in params]
 
@@ -336,7 +337,9 @@ def test_b6_a_rank_with_nothing_but_padding(balance, fusion):
     setup = Setup(padded=True, balance=balance, steps=2, optimizer="sgd")
     (one,) = ranks(1).run(run_steps, setup=setup.with_(dispatcher="local", fusion="loop"))
     for ep in (1, 2):
-        for two in ranks(2).run(run_steps, setup=setup.with_(ep=ep, fusion=fusion)):
+        results = ranks(2).run(run_steps, setup=setup.with_(ep=ep, fusion=fusion))
+        for two in results:
+            assert two["transfers"] == results[0]["transfers"]
             assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
             assert two["aux"] == pytest.approx(one["aux"], rel=1e-6)
             assert torch.equal(two["counts"][0], one["counts"][0])

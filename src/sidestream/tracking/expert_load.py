@@ -63,7 +63,7 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     image = axes.pcolorfast(steps, edges, np.ma.masked_invalid(rows.T), norm=norm, cmap=colors)
     axes.invert_yaxis()
     axes.set_xlabel("step")
-    axes.set_ylabel(f"MoE layer, each with experts 0 to {experts - 1} downwards")
+    axes.set_ylabel(f"MoE layer, experts 0-{experts - 1} downwards", fontsize=9)
     centres = (edges[:-1] + edges[1:]) / 2
     shown = range(0, layers, max(1, layers // 16))
     axes.set_yticks(

@@ -14,15 +14,20 @@ import torch
 
 SECONDS = 0.2  # of the measured matmul, after one warm-up
 
-# Dense TFLOP/s of (bf16 with fp32 sums, fp32 without tensor cores), NVIDIA data sheets: "with sparsity" figures halved.
-# fp32 is left out where the sheets disagree. The first pattern that fits counts.
+# Dense TFLOP/s of (bf16 with fp32 sums, fp32 without tensor cores); "with sparsity" figures halved. Second-hand: tables
+# that cite NVIDIA's data sheets, not the sheets. Lightning's `fabric/utilities/throughput.py` for A100, H100 SXM and
+# PCIe, H200 and L4; published collections for the rest. They differ by 11 % for Blackwell (GB200: 2250 or 2500).
+# fp32 is left out where none was found or they disagree. The first pattern that fits counts.
 GPUS: tuple[tuple[str, float, float | None], ...] = (
     (r"GB[23]00", 2500.0, None),
     (r"B[23]00", 2250.0, None),
-    (r"H[12]00 NVL", 835.0, 60.0),
-    (r"H[18]00 PCIe", 756.0, 51.0),
-    (r"H[18]00|G?H200", 989.0, 67.0),
-    (r"A[18]00\b.*", 312.0, 19.5),
+    (r"H100 NVL", 835.0, None),
+    (r"H200 NVL", 835.0, 60.0),
+    (r"H100 PCIe", 756.0, 51.2),
+    (r"H[12]00", 989.0, 67.0),
+    (r"H800(?! PCIe)|GH200", 989.0, None),
+    (r"A100", 312.0, 19.5),
+    (r"A800", 312.0, None),
     (r"L40S", 362.0, 91.6),
     (r"L4", 121.0, 30.3),
 )
@@ -66,9 +71,7 @@ def gpu_peak(name: str, dtype: torch.dtype) -> Peak:
         if re.search(rf"\b(?:{pattern})\b", name):
             tflops = bf16 if dtype == torch.bfloat16 else fp32
             return (
-                unknown
-                if tflops is None
-                else Peak(tflops * 1e12, f"data sheet: {name}, {_short(dtype)}, dense")
+                unknown if tflops is None else Peak(tflops * 1e12, f"table: {name}, {_short(dtype)}, dense")
             )
     return unknown
 
