@@ -87,9 +87,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     if env.rank == 0:
         run_folder.write_result(result.as_dict())
         metrics = result.metrics
-        progress.show_end(
-            val_loss=metrics.val_loss, mfu=metrics.mfu, folder=Path(os.path.relpath(folder))
-        )
+        progress.show_end(val_loss=metrics.val_loss, mfu=metrics.mfu, folder=Path(os.path.relpath(folder)))
     return result.as_dict()
 
 
@@ -140,7 +138,9 @@ def _fit(
     if env.rank == 0:
         _show_start(progress, start, corpus, batches, run_folder.path)
         if cfg.router.get("force_balance"):
-            log.warning("router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only")
+            log.warning(
+                "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
+            )
     trainer = _trainer(cfg, layout, env, strategy, loggers, [progress], run_folder.path)
     validation = None
     if cfg.trainer.limit_val_batches:

@@ -105,10 +105,9 @@ def losses(folder: Path) -> dict[int, float]:
 
 def tensors(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint (model and optimizer), whole."""
+    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    import torch
 
     metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from sidestream.dispatch.base import Dispatcher, DispatchSpec
