@@ -50,6 +50,17 @@ def resolve_alignment(alignment: int | Literal["auto"], *, dtype: torch.dtype, d
     return int(alignment)
 
 
+# Elements of a block of rows on a CPU: what an operator writes is still in the core's cache when the next one reads it.
+_BLOCK = 2**18
+
+
+def _row_blocks(rows: Tensor, width: int) -> list[slice]:
+    """Cut rows into blocks for a CPU; one block elsewhere, where a launch costs more than a trip to memory."""
+    num_rows = rows.shape[0]
+    size = max(1, _BLOCK // width) if rows.device.type == "cpu" else max(1, num_rows)
+    return [slice(begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size)]
+
+
 class _GatedActivation(torch.autograd.Function):
     """`silu(gate) * up * weight`, and its gradient in as few passes over memory as it takes.
 
@@ -60,20 +71,27 @@ class _GatedActivation(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, row_weights: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, row_weights)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up).mul_(row_weights.unsqueeze(-1).to(gate_up.dtype))
+        weights = row_weights.unsqueeze(-1).to(gate_up.dtype)
+        out = gate_up.new_empty(gate.shape)
+        for rows in _row_blocks(out, out.shape[1]):
+            torch.ops.aten.silu.out(gate[rows], out=out[rows])
+            out[rows].mul_(up[rows]).mul_(weights[rows])
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         gate_up, row_weights = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        activated = F.silu(gate)
-        grad_weights = (grad * activated).mul_(up).sum(dim=-1, dtype=torch.float32).to(row_weights.dtype)
-        grad = grad * row_weights.unsqueeze(-1).to(grad.dtype)
-        grad_gate_up = torch.empty_like(gate_up)
+        weights = row_weights.unsqueeze(-1).to(gate_up.dtype)
+        grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.empty_like(row_weights)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(grad, activated, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+        for rows in _row_blocks(grad, grad.shape[1]):
+            product = F.silu(gate[rows]).mul_(grad[rows])
+            torch.mul(product, weights[rows], out=grad_up[rows])
+            grad_weights[rows] = product.mul_(up[rows]).sum(dim=-1)
+            torch.mul(grad[rows], up[rows], out=product).mul_(weights[rows])
+            torch.ops.aten.silu_backward.grad_input(product, gate[rows], grad_input=grad_gate[rows])
         return grad_gate_up, grad_weights
 
 

@@ -49,7 +49,7 @@ class Job:
         arms: `sidestream/<dispatcher>+<fusion>[,<override>...]`.
         peers: Names from `peers.PEERS`.
         dtype: `bf16` or `fp32`.
-        rounds, warmup: With fresh tokens, and so fresh routing, every round.
+        rounds, warmup: With fresh tokens, and so fresh routing, in every call.
         frozen_rounds: Afterwards with the same tokens every round; 0: none.
         conf: Folder of the Hydra configuration.
     """

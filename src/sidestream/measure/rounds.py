@@ -64,7 +64,9 @@ def run_rounds(
     """Time all arms. Collective.
 
     Args:
-        tokens: Round -> `[T, D]`; all arms of a round get the same tokens.
+        tokens: Number of a draw -> `[T, D]`; every call has a draw of its own. The GEMM library keeps its kernels by
+            row count for the whole process: with common tokens the first arm of a round would build those of the
+            others.
         output_gradient: `[T, D]`.
         rounds: Rounds that count.
         warmup: Rounds before them that do not.
@@ -77,8 +79,8 @@ def run_rounds(
     gc.disable()
     try:
         for index in range(-warmup, rounds):
-            x = tokens(index + warmup)
             for number in order_of_round(len(arms), index % (2 * len(arms)), seed=seed):
+                x = tokens((index + warmup) * len(arms) + number)
                 times = call(arms[number], x, output_gradient)
                 arms[number].clear_gradients()
                 if index >= 0:
