@@ -1,4 +1,4 @@
-"""Writes the result table of README.md and docs/loss.png from the committed files in docs/results/.
+"""Writes the result tables of README.md and docs/layer_benchmark.md, and docs/loss.png, from docs/results/.
 
 python scripts/render_readme.py                                the same as `make readme`
 python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
@@ -30,6 +30,10 @@ RESULT = RESULTS / "default_run.json"  # result.json of the run, unchanged
 METRICS = RESULTS / "default_run_metrics.jsonl"  # its metrics.jsonl, unchanged
 MACHINE = RESULTS / "default_run_machine.json"  # what of its env.json the table needs, and how long it took
 BEGIN, END = "<!-- default_run begin: written by `make readme` -->", "<!-- default_run end -->"
+BENCHMARK = REPOSITORY / "docs" / "layer_benchmark.md"
+BENCHMARK_RESULT = RESULTS / "bench_layer.json"  # what scripts/bench_layer.py wrote, unchanged
+BENCHMARK_BEGIN = "<!-- bench_layer begin: written by `make readme` -->"
+BENCHMARK_END = "<!-- bench_layer end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -43,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.run is not None:
             take(arguments.run)
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
+        write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -82,12 +87,48 @@ def render(readme: str) -> str:
     Raises:
         ValueError: the marks are not there.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md: no '{BEGIN}' followed by '{END}'; expected both, on lines of their own")
     result, machine = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, MACHINE))
-    return f"{before}{BEGIN}\n{table(result, machine)}\n{END}{after}"
+    return _between(readme, BEGIN, END, table(result, machine))
+
+
+def render_benchmark(page: str) -> str:
+    """Returns docs/layer_benchmark.md with its table replaced; see `render`."""
+    result = json.loads(BENCHMARK_RESULT.read_text(encoding="utf-8"))
+    return _between(page, BENCHMARK_BEGIN, BENCHMARK_END, benchmark_table(result))
+
+
+def _between(page: str, begin: str, end: str, content: str) -> str:
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"no '{begin}' followed by '{end}'; expected both, on lines of their own")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def benchmark_table(result: dict[str, Any]) -> str:
+    """Returns the Markdown table of a layer benchmark: forward + backward over dense, minimum / median."""
+    lines = ["| shape | ranks | arm | x dense | x fastest peer | peak MiB |", "|---|---|---|---|---|---|"]
+    for case in result["results"]:
+        for name, arm in case["arms"].items():
+            if name == "dense":
+                continue
+            dense, peer = (_pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer"))
+            memory = arm["peak_memory_bytes"] / 2**20
+            shape, ranks = case["shape"], case["world_size"]
+            lines.append(f"| {shape} | {ranks} | `{name}` | {dense} | {peer} | {memory:.0f} |")
+    load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
+    machine = f"{result['cpu']}, one thread and core a rank, torch {result['versions']['torch']}, {result['precision']}"
+    facts = [
+        f"Command: `{result['command']}`",
+        f"Machine: {machine}; load average before {load}",
+        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
+        f"Emulated: {'; '.join(result['emulated'])}",
+    ]
+    return "\n".join([*lines, "", *(f"* {fact}." for fact in facts)])
+
+
+def _pair(ratio: dict[str, float]) -> str:
+    return f"{ratio['min']:.2f} / {ratio['median']:.2f}"
 
 
 def table(result: dict[str, Any], machine: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""README and picture show what is in docs/results/, and scripts/render_readme.py takes only whole runs there."""
+"""README, benchmark page and picture show what is in docs/results/, and scripts/render_readme.py takes only whole runs there."""
 
 import json
 import os
@@ -14,6 +14,14 @@ render_readme = script("scripts/render_readme.py")
 
 def test_the_table_is_the_one_of_the_committed_run():
     assert render_readme.render(text(README)) == text(README), "run `make readme`"
+
+
+def test_the_benchmark_table_is_the_one_of_the_committed_measurement():
+    page = text(render_readme.BENCHMARK)
+    assert render_readme.render_benchmark(page) == page, "run `make readme`"
+    result = json.loads(text(render_readme.BENCHMARK_RESULT))
+    assert (result["status"], result["frozen_rounds"]) == ("finished", 0)
+    assert result["peers"] == ["transformers", "torchtitan", "megatron_alltoall", "megatron_allgather"]
 
 
 def test_the_picture_shows_the_committed_run():
@@ -43,6 +51,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "env.json").write_text(json.dumps(env))
     os.utime(folder / "result.json", times=(1767225600 + 77, 1767225600 + 77))
     (tmp_path / "README.md").write_text(text(README))
+    (tmp_path / "layer_benchmark.md").write_text(text(render_readme.BENCHMARK))
+    monkeypatch.setattr(render_readme, "BENCHMARK", tmp_path / "layer_benchmark.md")
     for name in ("RESULT", "METRICS", "MACHINE"):
         monkeypatch.setattr(render_readme, name, tmp_path / getattr(render_readme, name).name)
     monkeypatch.setattr(render_readme, "README", tmp_path / "README.md")
