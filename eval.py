@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
+from sidestream.launch.record import Launch
 
 DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
 
@@ -34,6 +35,9 @@ def main(argv: list[str]) -> None:
     assert isinstance(cfg, DictConfig)
     # One rank: a checkpoint does not depend on how many wrote it.
     cfg.trainer.devices, cfg.trainer.num_nodes, cfg.strategy.expert_parallel_size = 1, 1, "auto"
+    cfg.initial_weights = None  # the checkpoint takes their place
+    # As in the run: what an expert's capacity is a share of belongs to a micro-batch.
+    cfg.data.micro_batch_size = Launch.load(run).layout.micro_batch_size
     cfg.sample = {"num_tokens": int(options["num_tokens"]), "prompt": options["prompt"]}
     report(cfg, checkpoint=checkpoint)
 

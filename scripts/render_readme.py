@@ -88,20 +88,20 @@ def render(readme: str) -> str:
         ValueError: the marks are not there.
     """
     result, machine = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, MACHINE))
-    return _between(readme, BEGIN, END, table(result, machine))
+    return _between("README.md", readme, BEGIN, END, table(result, machine))
 
 
 def render_benchmark(page: str) -> str:
     """Returns docs/layer_benchmark.md with its table replaced; see `render`."""
     result = json.loads(BENCHMARK_RESULT.read_text(encoding="utf-8"))
-    return _between(page, BENCHMARK_BEGIN, BENCHMARK_END, benchmark_table(result))
+    return _between(BENCHMARK.name, page, BENCHMARK_BEGIN, BENCHMARK_END, benchmark_table(result))
 
 
-def _between(page: str, begin: str, end: str, content: str) -> str:
+def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"no '{begin}' followed by '{end}'; expected both, on lines of their own")
+        raise ValueError(f"{name}: no '{begin}' followed by '{end}'; expected both, on lines of their own")
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 

@@ -52,7 +52,7 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
         model.eval()
         autocast = build.PRECISIONS[cfg.trainer.precision][1] is not None
         with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            loss = validation_loss(model, cfg, corpus, device)
+            loss = validation_loss(model, cfg, corpus, device, micro_batch_size=layout.micro_batch_size)
             # A model needs something to continue: at least the end of another document.
             prompt = source.encode(text) or [corpus.eos_token or 0]
             tokens = generate(
@@ -86,8 +86,15 @@ def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
         )
 
 
-def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, device: torch.device) -> float:
-    """Mean loss in nats per token over the validation sequences that training uses."""
+def validation_loss(
+    model: MoETransformer,
+    cfg: DictConfig,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    micro_batch_size: int,
+) -> float:
+    """Mean loss in nats per token over the validation sequences that training uses, in its micro-batches."""
     batches = val_loader(
         corpus,
         seq_length=cfg.data.seq_length,
@@ -99,7 +106,8 @@ def validation_loss(model: MoETransformer, cfg: DictConfig, corpus: Corpus, devi
     )
     nll, tokens = 0.0, 0
     for batch in batches:
-        nll += float(model.loss_sums(batch.to(device)).nll)
+        for micro_batch in batch.to(device).split(micro_batch_size):
+            nll += float(model.loss_sums(micro_batch).nll)
         tokens += int(batch.num_targets())
     return nll / tokens
 

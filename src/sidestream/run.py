@@ -87,7 +87,8 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     if env.rank == 0:
         run_folder.write_result(result.as_dict())
         metrics = result.metrics
-        progress.show_end(val_loss=metrics.val_loss, mfu=metrics.mfu, folder=Path(os.path.relpath(folder)))
+        shown = Path(os.path.relpath(folder))
+        progress.show_end(val_loss=metrics.val_loss, mfu=metrics.mfu, folder=shown, status=result.status)
     return result.as_dict()
 
 
@@ -246,7 +247,8 @@ def _resume_from(cfg: DictConfig) -> Path | None:
 
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
-    return account(shape, top_k=cfg.router.top_k, seq_length=cfg.data.seq_length)
+    top_k = build.make(cfg.router).top_k  # a user's own router may fix it
+    return account(shape, top_k=top_k, seq_length=cfg.data.seq_length)
 
 
 def _start_result(

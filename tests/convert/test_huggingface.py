@@ -215,7 +215,13 @@ def test_another_shape_is_refused_naming_the_tensor(tmp_path: Path) -> None:
 
 
 def test_a_model_no_family_computes_is_refused_at_export() -> None:
-    model = {"qk_norm": "none", "moe_layers": 1, "num_shared_experts": 1}
+    model = {
+        "qk_norm": "none",
+        "moe_layers": 1,
+        "num_shared_experts": 1,
+        "hidden_size": 64,
+        "num_heads": 4,
+    }
     router = {"top_k": 2, "normalize": "auto", "_target_": "sidestream.routing.router.SoftmaxRouter"}
     with pytest.raises(ConfigError, match=r"model\.num_shared_experts=1"):
         config_json(model, router, dtype="float32")

@@ -237,6 +237,22 @@ def test_b4_a_router_that_is_not_finite_is_reported_on_every_rank():
     ranks(2).run(b4_nan_gate)
 
 
+def gradient_that_is_not_finite(rank, world):
+    """The loss is fine, one gradient on one rank is not."""
+    setup = Setup(ep=2)
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    step.attempt(local_batch(setup, 0, rank, world))
+    if rank == 1:
+        model.moe_layers()[0].experts.w_down.grad.to_local().view(-1)[0] = float("inf")
+    with pytest.raises(FloatingPointError, match="the gradient norm is inf"):
+        step.check()
+
+
+def test_a_gradient_that_is_not_finite_is_not_committed_on_any_rank():
+    ranks(2).run(gradient_that_is_not_finite)
+
+
 def test_b4_row_offsets_are_64_bit():
     plan = wire("local", num_experts=2).plan(routing_of([[0], [1]]))
     assert plan.layout.row_of_slot.dtype == plan.layout.slot_of_row.dtype == torch.int64

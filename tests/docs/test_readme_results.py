@@ -1,4 +1,4 @@
-"""README, benchmark page and picture show what is in docs/results/, and scripts/render_readme.py takes only whole runs there."""
+"""README, benchmark page and picture show what is in docs/results/; scripts/render_readme.py takes whole runs only."""
 
 import json
 import os

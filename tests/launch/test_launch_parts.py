@@ -25,7 +25,7 @@ def make_run(folder: Path, *overrides: str, flags: tuple[str, ...] = (), checkpo
     (folder / ".hydra").mkdir(parents=True)
     Launch("python train.py", list(overrides), list(flags), {"model": "tiny"}, LAYOUT).save(folder)
     if checkpoint:
-        (folder / "checkpoints" / "step-10").mkdir(parents=True)
+        (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     return folder
 
 
@@ -106,6 +106,16 @@ def test_resume_says_when_more_steps_change_the_learning_rate(tmp_path: Path, sc
     config["trainer"] = {"max_steps": 9}
     lines = resume.check_changes(run, new=config, layout=LAYOUT)
     assert any("bit-identical" in line for line in lines) == (schedule == "WSD")
+
+
+def test_a_run_that_has_all_its_steps_is_not_started_again(tmp_path: Path):
+    """Nothing would be trained, and result.json would lose what the run reached."""
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints" / "step-00000005").mkdir()
+    config = {"trainer": {"max_steps": 5}, "scheduler": {"_target_": "x.Constant"}}
+    OmegaConf.save(OmegaConf.create(config), run / RESOLVED)
+    with pytest.raises(ConfigError, match=r"^trainer\.max_steps=5: the run has 5 steps already"):
+        resume.check_changes(run, new=config, layout=LAYOUT)
 
 
 def test_every_resume_keeps_the_earlier_configs(tmp_path: Path):

@@ -191,7 +191,8 @@ def _check_folders(cfg: DictConfig) -> None:
             raise ConfigError(
                 key, value, f"{folder} cannot be written", expected="a writable folder", fix=f"{key}=<folder>"
             )
-    if (value := cfg.get("initial_weights")) is not None:
+    # A resumed run takes its checkpoint instead.
+    if (value := cfg.get("initial_weights")) is not None and cfg.get("resume") is None:
         folder = Path(value).expanduser()
         if not any((folder / name).is_file() for name in ("config.json", ".metadata")):
             key, why = "initial_weights", "no weights there"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidestream.config.errors import ConfigError
+from sidestream.config.model_check import moe_blocks
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Family:
         num_experts: Key of the expert count; `expert_width` that of the experts' width.
         always_normalized: Routing weights are divided by their sum in any case; else `norm_topk_prob` says so.
         has_head_dim: `head_dim` may differ from hidden / heads.
+        has_sliding_window: Attention may see a window only.
         has_dense_blocks: Blocks named in `mlp_only_layers` are dense.
     """
 
@@ -37,6 +39,7 @@ class Family:
     expert_width: str
     always_normalized: bool
     has_head_dim: bool
+    has_sliding_window: bool
     has_dense_blocks: bool
 
 
@@ -54,6 +57,7 @@ FAMILIES = {
             expert_width="intermediate_size",
             always_normalized=True,
             has_head_dim=True,
+            has_sliding_window=True,
             has_dense_blocks=False,
         ),
         Family(
@@ -66,6 +70,7 @@ FAMILIES = {
             expert_width="intermediate_size",
             always_normalized=False,
             has_head_dim=False,
+            has_sliding_window=False,
             has_dense_blocks=False,
         ),
         Family(
@@ -78,6 +83,7 @@ FAMILIES = {
             expert_width="moe_intermediate_size",
             always_normalized=False,
             has_head_dim=True,
+            has_sliding_window=True,
             has_dense_blocks=True,
         ),
     )
@@ -127,7 +133,7 @@ def model_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     moe = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     rope = config.get("rope_parameters") or {}
     heads = config["num_attention_heads"]
-    uses_window = config.get("use_sliding_window", True)
+    uses_window = family.has_sliding_window and config.get("use_sliding_window", True)
     model = {
         "vocab_size": config["vocab_size"],
         "num_layers": layers,
@@ -173,6 +179,15 @@ def config_json(model: Mapping[str, Any], router: Mapping[str, Any], *, dtype: s
         "model.num_shared_experts": (model["num_shared_experts"] > 0, "0"),
         "model.shared_expert_hidden_size": (bool(model.get("shared_expert_hidden_size")), "null"),
         "model.moe_layers": (not every and not (family and family.has_dense_blocks), "1"),
+        "model.sliding_window": (
+            model.get("sliding_window") is not None and not (family and family.has_sliding_window),
+            "null",
+        ),
+        "model.head_dim": (
+            model.get("head_dim") not in (None, model["hidden_size"] // model["num_heads"])
+            and not (family and family.has_head_dim),
+            "null",
+        ),
         "model.full_attention_layers": (
             model.get("sliding_window") is not None and bool(model.get("full_attention_layers")),
             "[]",
@@ -192,10 +207,7 @@ def config_json(model: Mapping[str, Any], router: Mapping[str, Any], *, dtype: s
             raise ConfigError(key, value, why, expected=expected, fix=f"{key}={expected} in the run")
     assert family is not None
     blocks = range(model["num_layers"])
-    if isinstance(moe, int):
-        sparse = {i for i in blocks if (i + 1) % moe == 0 and i >= (model.get("first_dense_layers") or 0)}
-    else:
-        sparse = set(moe)
+    sparse = set(moe_blocks(model["num_layers"], moe, model.get("first_dense_layers") or 0))
     out = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

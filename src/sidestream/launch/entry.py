@@ -168,6 +168,8 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
         for name, value in resolved[group].items():
             if isinstance(value, str) and value.startswith("~"):
                 resolved[group][name] = str(Path(value).expanduser())
+    if resolved["initial_weights"] is not None:  # a resume or an evaluation may run in another folder
+        resolved["initial_weights"] = str(Path(resolved["initial_weights"]).expanduser().absolute())
     return resolved  # type: ignore[return-value]
 
 

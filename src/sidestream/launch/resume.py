@@ -88,6 +88,12 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout) -> list[
             "resume: the learning rate depends on trainer.max_steps, so this is no longer bit-identical to a run "
             f"started with trainer.max_steps={now['trainer.max_steps']}"
         )
+    saved = (folder / "checkpoints").glob("step-*/")
+    done = max((int(path.name.removeprefix("step-")) for path in saved), default=0)
+    if done >= now["trainer.max_steps"]:
+        why = f"the run has {done} steps already"
+        expected, fix = f"more than {done}", f"trainer.max_steps={2 * done}"
+        raise ConfigError("trainer.max_steps", now["trainer.max_steps"], why, expected=expected, fix=fix)
     started = Launch.load(folder).layout
     for name in ("world_size", "expert_parallel_size", "device_type"):
         if getattr(started, name) != getattr(layout, name):

@@ -12,14 +12,14 @@ _hard_stop: float | None = None
 
 
 def install(*, hard_stop: float | None = None) -> None:
-    """Takes over SIGTERM and SIGINT in this process and forgets earlier requests.
+    """Takes over SIGTERM and SIGINT in this process; a request that came before stays.
 
     Args:
         hard_stop: Seconds after a request at which the process ends itself if it is still there; None leaves
             that to the process that started it.
     """
-    global _received, _hard_stop
-    _received, _hard_stop = None, hard_stop
+    global _hard_stop
+    _hard_stop = hard_stop
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _note)
 

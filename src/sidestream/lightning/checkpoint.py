@@ -47,5 +47,6 @@ class SaveCheckpoints(Callback):
                 for old in checkpoints(self.run_folder)[: -self.keep_last]:
                     # Out of sight first: a kill while deleting must not leave a checkpoint with holes.
                     doomed = old.with_name(f".{old.name}.old")
+                    shutil.rmtree(doomed, ignore_errors=True)  # of an earlier kill
                     old.rename(doomed)
                     shutil.rmtree(doomed)

@@ -141,7 +141,7 @@ class SidestreamModule(LightningModule):
         if self._train_loader is not None:
             self._train_loader.commit(self.global_step)
         self.recorder.end_step(self.global_step, report, norm, lr=lr)
-        if report.stop:
+        if report.stop and self.global_step < self.trainer.max_steps:
             self.stopping = True
             self.trainer.should_stop = True
 
@@ -156,9 +156,11 @@ class SidestreamModule(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the loss of this rank's share to the sums."""
         assert self._val is not None
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.autocast):
-            nll = self.model.loss_sums(batch).nll
-        self._val += torch.stack([nll.double(), batch.num_targets().double()])
+        # As in training: memory, and what an expert's capacity is a share of, belong to a micro-batch.
+        for micro_batch in batch.split(self.recipe.micro_batch_size):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.autocast):
+                nll = self.model.loss_sums(micro_batch).nll
+            self._val += torch.stack([nll.double(), micro_batch.num_targets().double()])
 
     @override
     def on_validation_end(self) -> None:
@@ -213,6 +215,11 @@ class SidestreamModule(LightningModule):
             raise ValueError(
                 f"data: the checkpoint was trained on a corpus with checksum {saved['data_checksum'][:12]}, this one "
                 f"has {self.recipe.data_checksum[:12]}; use the interpreter or files of the original run"
+            )
+        if saved["changes_model"] != self.recipe.changes_model:
+            raise ValueError(
+                "overlap or router.force_balance: the checkpoint was trained under a choice that computes another "
+                "model; resume with the choices of the run"
             )
         self._restored = saved
 

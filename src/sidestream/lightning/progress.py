@@ -136,10 +136,15 @@ class RichProgress(Callback):
         else:
             self._line(f"{self._steps()}  val loss {val_loss:.4f} {self._unit}")
 
-    def show_end(self, *, val_loss: float | None, folder: Path, mfu: float | None = None) -> None:
-        """Says where a finished run ended; `mfu` is a share of 1."""
+    def show_end(
+        self, *, val_loss: float | None, folder: Path, mfu: float | None = None, status: str = "finished"
+    ) -> None:
+        """Says where a run ended; `mfu` is a share of 1, `status` that of result.json."""
         self._stop()
         if self._silent:
+            return
+        if status != "finished":
+            self._line(f"{status}; go on with: python train.py resume={folder}")
             return
         loss = "finished" if val_loss is None else f"val loss {val_loss:.4f} {self._unit}"
         beside = f"  ({self._baselines})" if self._baselines else ""

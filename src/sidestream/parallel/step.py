@@ -43,6 +43,7 @@ class StepReport:
         dropped: Routes dropped over the global batch; None if nothing can be dropped.
         observed: Per MoE layer, what the balance observed, see `Ledger`; no rows unless it does.
         per_rank: What each rank gave to `check` as `own`: name -> one number per rank.
+        grad_norm: Norm of all gradients before clipping.
     """
 
     loss: float
@@ -55,6 +56,7 @@ class StepReport:
     dropped: int | None = None
     observed: Tensor = field(default_factory=lambda: torch.zeros(0))
     per_rank: dict[str, list[float]] = field(default_factory=dict)
+    grad_norm: float = 0.0
 
 
 class TrainingStep:
@@ -88,6 +90,7 @@ class TrainingStep:
         self._aux = torch.zeros((), dtype=torch.float64, device=device)
         self._z = torch.zeros((), dtype=torch.float64, device=device)
         self._targets = torch.zeros((), dtype=torch.float64, device=device)
+        self._norm = torch.zeros((), device=device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._bytes_before = self._metadata_before = 0
 
@@ -178,19 +181,28 @@ class TrainingStep:
                 come back as `per_rank`, so that a maximum or a spread needs no reduction of its own.
 
         Raises:
-            FloatingPointError: On every rank, if the loss is not finite. Nothing has been committed then.
+            FloatingPointError: On every rank, if a loss or the gradient norm is not finite. Nothing has been
+                committed then.
         """
         own = own or {}
+        self._norm = global_norm(
+            self.params,
+            expert_group=self.reduction.shard_group(self.parallel, expert=True),
+            dense_group=self.reduction.shard_group(self.parallel, expert=False),
+        )
         sums = self._sum_over_ranks(self._parts(stop_requested=stop_requested, own=own))
-        (targets,), (nll,) = sums["targets"], sums["nll"]
-        if not math.isfinite(nll):
-            raise FloatingPointError(
-                f"the training loss is {nll / targets}; lower optimizer.lr, or raise scheduler.warmup_steps"
-            )
+        (targets,), (nll,), (norm,) = sums["targets"], sums["nll"], sums["norm"]
+        found = {"training loss": nll / targets, "auxiliary loss": sums["aux"][0], "z-loss": sums["z"][0]}
+        for what, value in {**found, "gradient norm": norm}.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the {what} is {value}; lower optimizer.lr, or raise scheduler.warmup_steps"
+                )
         ledger, parts = self.model.ledger, self.model.parts
         can_drop = getattr(parts.router, "expert_capacity_factor", None) is not None
         return StepReport(
             loss=nll / targets,
+            grad_norm=norm,
             aux=sums["aux"][0] / self.global_batch_size,
             counts=torch.tensor(sums["counts"], dtype=torch.int64).view(ledger.counts.shape),
             z=sums["z"][0] / sums["tokens"][0] if parts.balance.z_loss_coefficient else None,
@@ -226,7 +238,7 @@ class TrainingStep:
     def _sum_over_ranks(self, parts: dict[str, Tensor | list[float]]) -> dict[str, list[float]]:
         """Add up over all ranks in one reduction, read in one `tolist`: name -> flat numbers. fp64 throughout.
 
-        The result also has "targets" and "tokens", which every rank knows already.
+        The result also has "targets", "tokens" and "norm", which are equal on all ranks already.
         """
         device = self._nll.device
         on_device = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
@@ -238,8 +250,14 @@ class TrainingStep:
         packed = torch.cat([*(part.double().reshape(-1) for part in on_device.values()), numbers])
         if self.parallel.world_size > 1:
             dist.all_reduce(packed, group=self.parallel.control)
-        flat = iter(torch.cat([self._targets.view(1), self._tokens.view(1), packed]).tolist())
-        sizes = {"targets": 1, "tokens": 1, **{name: part.numel() for name, part in on_device.items()}}
+        known = torch.stack([self._targets, self._tokens, self._norm.double()])
+        flat = iter(torch.cat([known, packed]).tolist())
+        sizes = {
+            "targets": 1,
+            "tokens": 1,
+            "norm": 1,
+            **{name: part.numel() for name, part in on_device.items()},
+        }
         sizes |= {name: len(part) for name, part in on_host.items()}
         return {name: list(itertools.islice(flat, size)) for name, size in sizes.items()}
 
@@ -247,11 +265,7 @@ class TrainingStep:
         self, report: StepReport, *, optimizer_step: Callable[[], object], max_norm: float | None
     ) -> Tensor:
         """Clip, step the optimizer, update the balancing bias; return the norm before clipping, fp32, on device."""
-        norm = global_norm(
-            self.params,
-            expert_group=self.reduction.shard_group(self.parallel, expert=True),
-            dense_group=self.reduction.shard_group(self.parallel, expert=False),
-        )
+        norm = self._norm
         if max_norm is not None:
             clip_by_norm(self.params, norm, max_norm)
         optimizer_step()
