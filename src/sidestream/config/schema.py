@@ -21,7 +21,7 @@ def key(
     auto: bool = False,
     real: bool = False,
 ) -> Any:
-    """A key whose value comes from YAML, with the limits that `keys.check_values` enforces.
+    """A key whose value comes from YAML, with the limits that `keys.check_keys` enforces.
 
     `auto` allows `auto` beside an integer, or with `real` beside any number.
     """

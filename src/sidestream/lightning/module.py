@@ -40,7 +40,7 @@ class Recipe:
         max_norm: Gradient clipping; None is off.
         autocast: bf16 autocast of the forward pass.
         data_checksum: Of the corpus.
-        changes_model: The schedule computes another function than `overlap=none`.
+        changes_model: The schedule or `router.force_balance` computes another function than the plain model.
         initial_weights: Folder of weights to start from; None: from the seed.
     """
 

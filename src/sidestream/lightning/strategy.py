@@ -4,7 +4,7 @@ setup_environment   process group with a time-out, meshes                       
 begin_training      gradients become views of flat storage; ranks compare their copies
 run_step            attempt, check, commit
 save_checkpoint     shards beside, fsync, rename
-teardown            hooks, dispatcher, then the groups, in this order
+teardown            hooks; after a regular end `run.py` closes the dispatcher, and the groups last
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        # Order matters: hooks hold gradients, the dispatcher holds a group, groups hold threads.
+        # Hooks hold gradients. The dispatcher and the groups, whose threads they use, are closed by `run.py`.
         if self._step is not None:
             self._step.reduction.close()
             self._step = None

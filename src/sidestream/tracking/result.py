@@ -82,7 +82,7 @@ class RunResult:
         choices: Hydra group -> option.
         transport: what moved the rows: `torch`, the name of a library, or null for one rank.
         flops_per_token: forward and backward, without recomputation.
-        changes_model: the overlap schedule computes another function than `overlap=none`.
+        changes_model: the schedule or `router.force_balance` computes another function than the plain model.
         commit: of the code, with `-dirty` appended if it had uncommitted changes.
         error: one line, null for a finished run.
     """
