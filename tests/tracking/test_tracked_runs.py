@@ -81,7 +81,7 @@ def test_metrics_agree_with_each_other(tmp_path):
 def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
     for job in (0, 1):
         fit(tmp_path / str(job), *WANDB, f"seed={job}")
-    with pytest.raises(AssertionError, match="training loss is nan"):
+    with pytest.raises(AssertionError, match=r"is (nan|inf); lower optimizer\.lr"):
         fit(tmp_path / "2", *WANDB, *FAILS, "seed=2")
     runs = [wandb_runs(tmp_path / str(job)) for job in range(3)]
     assert [len(run) for run in runs] == [1, 1, 1]
