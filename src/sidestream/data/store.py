@@ -14,6 +14,7 @@ import numpy as np
 
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus
+from sidestream.tracking.folder import sync_folder
 
 SPLITS = ("train", "val")
 WHOLE_BYTES = 256 * 2**20  # files up to this size are read whole to verify them
@@ -56,7 +57,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -75,7 +76,7 @@ def write_corpus(folder: Path, content: Content, *, name: str) -> None:
         OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     dtype = token_dtype(content.vocab_size)
     index: dict[str, object] = {"name": name, "vocab_size": content.vocab_size}
     if dtype != np.uint8:
@@ -203,14 +204,3 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
             lock = stack.enter_context(open(folder / ".lock", "a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` durable; systems that cannot open folders (Windows) have no such call."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

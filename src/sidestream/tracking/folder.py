@@ -44,7 +44,7 @@ def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_json_atomic(path: str | os.PathLike[str], obj: Any) -> None:
@@ -84,7 +84,7 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes a rename durable. Folders cannot be opened on Windows, which has no equivalent."""
     if not hasattr(os, "O_DIRECTORY"):
         return
