@@ -113,6 +113,19 @@ class QuantileBalance(Balance):
 
 
 @dataclass
+class Dispatcher(Component):
+    capacity_factor: float | None = key(above=0.0)
+    alignment: int = key(low=1)
+    on_overflow: str = one_of("replay", "drop", "error")
+
+
+@dataclass
+class LibraryDispatcher(Dispatcher):
+    transport: str = one_of("auto", "library", "torch")
+    wire_dtype: str = one_of("model", "mxfp8")
+
+
+@dataclass
 class Experts(Component):
     alignment: int | str = key(low=1, auto=True)
 
@@ -321,7 +334,14 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"transformer": Model},
     "router": {"softmax": TopKRouter},
     "balance": {"aux_loss": AuxLoss, "bias": ExpertBias, "quantile": QuantileBalance, "none": Balance},
-    "dispatcher": {"local": Component, "alltoall": Component},
+    "dispatcher": {
+        "local": Component,
+        "alltoall": Dispatcher,
+        "allgather": Dispatcher,
+        "nccl_ep": LibraryDispatcher,
+        "deep_ep": LibraryDispatcher,
+        "hybrid_ep": LibraryDispatcher,
+    },
     "fusion": {"loop": Experts, "grouped": Experts},
     "overlap": {"none": NoOverlap},
     "graph": {"none": Graph},

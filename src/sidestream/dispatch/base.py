@@ -6,9 +6,11 @@ S expert-major slots (rows plus padding), R rows that travel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,17 +40,28 @@ class Routing:
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """What a dispatcher may rely on, given once by `wire`.
+    """What a dispatcher may rely on, given once by `wire`. Equal on all ranks.
 
     Attributes:
         num_experts: Experts in total over the expert-parallel group.
         hidden_size: Width of a row.
-        alignment: Every expert's segment of rows is padded to a multiple of this many rows.
+        alignment: Every expert's segment of rows is padded to a multiple of this many rows. What the experts ask
+            for; a dispatcher's own `alignment` may raise it.
+        max_tokens: No plan has more tokens on any rank. Static budgets and libraries are sized by it.
+        top_k: Routes per token.
+        num_layers: MoE layers that share the dispatcher; rows of `needed()`.
+        dtype: Of the rows.
+        device: Of the rows.
     """
 
     num_experts: int
     hidden_size: int
     alignment: int = 1
+    max_tokens: int = 0
+    top_k: int = 1
+    num_layers: int = 1
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -90,16 +103,24 @@ class Plan(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Moves rows. Has no parameters and is no `nn.Module`. Several plans may be in flight."""
+    """Moves rows. Has no parameters and is no `nn.Module`. Several plans may be in flight.
+
+    Attributes:
+        name: Of the option.
+        transport: What moves the bytes, once wired: "torch", or the name of a library; None before, and for `local`.
+        budget: Rows of the static receive buffer per rank, once wired; None when sizes are exact (eager).
+    """
 
     name: str
+    transport: str | None
+    budget: int | None
 
     def wire(self, *, group: dist.ProcessGroup | None, spec: DispatchSpec, link: Link) -> None:
         """Collective, once per instance and before anything else, in the same order on every rank."""
         ...
 
-    def plan(self, routing: Routing) -> Plan:
-        """Start the exchange of metadata."""
+    def plan(self, routing: Routing, *, layer: int = 0) -> Plan:
+        """Start the exchange of metadata. `layer` counts MoE layers and is where `needed` is written."""
         ...
 
     def dispatch(self, x: Tensor, plan: Plan) -> Pending[Received]:
@@ -107,25 +128,44 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, rows: Tensor, plan: Plan) -> Pending[Tensor]:
-        """Start the way back of `rows` `[S, H]`; the result is `[T, H]`, a plain sum over K in fp32."""
+        """Start the way back of `rows` `[S, H]`; the result is `[T, H]`, a plain sum over K in fp32.
+
+        Rows at and past the last offset are not read, and neither is their gradient by anyone.
+        """
         ...
 
     def needed(self) -> Tensor | None:
-        """Rows that were really needed, before any drop, on the device; None when nothing can overflow."""
+        """`[num_layers]` int64 on the device: most rows this rank needed in a plan of the layer, before any drop.
+
+        Since `reset_needed`. Reading it is the caller's business. None when nothing can overflow.
+        """
+        ...
+
+    def reset_needed(self) -> None:
+        """Start counting anew: an attempt begins."""
         ...
 
     def resize(self, budget: int) -> None:
-        """Grow the static receive budget. Raises ValueError for a dispatcher that has none."""
+        """Grow the static receive budget; collective, no plan in flight. Raises ValueError if there is none."""
         ...
 
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent to other ranks so far."""
+        """Bytes this rank has sent to other ranks so far; 0 where a library moves them and does not say."""
         ...
 
     def metadata_bytes_sent(self) -> int:
-        """Of these, the ones that are no rows: counts, routing weights."""
+        """Of these, the ones that are no rows: counts, expert ids, routing weights."""
         ...
 
     def close(self) -> None:
         """Release buffers and groups; collective."""
         ...
+
+
+def receive_budget(capacity_factor: float, spec: DispatchSpec, *, alignment: int) -> int:
+    """Rows of a static receive buffer: `ceil(factor x max_tokens x top_k)`, rounded up to the alignment and to 64.
+
+    64 because CPU kernels round differently in the tail of a buffer, and a budget must not change bits.
+    """
+    unit = math.lcm(alignment, 64)
+    return -(-math.ceil(capacity_factor * spec.max_tokens * spec.top_k) // unit) * unit
