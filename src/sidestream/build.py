@@ -18,6 +18,7 @@ from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel
 from sidestream.parallel.reduction import Reduction, is_expert
+from sidestream.routing.capacity import expert_capacity
 
 # trainer.precision -> dtype of the parameters, dtype of autocast
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -53,6 +54,16 @@ def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
     return ModelShape(vocab_size=stated or vocab_size, mla=mla and MLAShape(**mla), **values)
 
 
+def padding_rows(cfg: DictConfig, num_tokens: int) -> int:
+    """Rows that `router.pad_to_capacity` adds behind the tokens of a rank."""
+    if not cfg.router.get("pad_to_capacity"):
+        return 0
+    experts, top_k = cfg.model.num_experts, cfg.router.top_k
+    factor = cfg.router.expert_capacity_factor
+    capacity = expert_capacity(num_tokens, top_k=top_k, num_experts=experts, factor=factor)
+    return -(-capacity * experts // top_k)
+
+
 def initial_weights(cfg: DictConfig) -> Path | None:
     """The folder to start from; None if there is none, or if a checkpoint of the run takes its place."""
     value = cfg.get("initial_weights")
@@ -60,14 +71,23 @@ def initial_weights(cfg: DictConfig) -> Path | None:
 
 
 def model_builder(
-    cfg: DictConfig, *, vocab_size: int, device: torch.device
+    cfg: DictConfig, *, vocab_size: int, device: torch.device, max_tokens: int = 0, exact: bool = False
 ) -> Callable[[Parallel], MoETransformer]:
-    """Return a function that builds this rank's part of the model, given the groups."""
+    """Return a function that builds this rank's part of the model, given the groups.
+
+    Args:
+        cfg: The root config.
+        vocab_size: As in `model_shape`.
+        device: Where the parameters live.
+        max_tokens: Most tokens of a rank in one forward pass.
+        exact: Dispatch without a static budget, whatever the config says: for evaluation, where nothing may be lost.
+    """
     dtype, compute_dtype = PRECISIONS[cfg.trainer.precision]
     shape = model_shape(cfg, vocab_size=vocab_size)
     router, balance = make(cfg.router), make(cfg.balance)
+    eager = {"capacity_factor": None} if exact and "capacity_factor" in cfg.dispatcher else {}
     dispatcher, fusion, schedule, link = (
-        make(cfg.dispatcher),
+        make(cfg.dispatcher, **eager),
         make(cfg.fusion),
         make(cfg.overlap),
         make(cfg.link),
@@ -87,6 +107,7 @@ def model_builder(
             device=device,
             dtype=dtype,
             compute_dtype=compute_dtype,
+            max_tokens=max_tokens + padding_rows(cfg, max_tokens),
         )
         if (folder := initial_weights(cfg)) is not None:
             load_before_sharding(model, folder)

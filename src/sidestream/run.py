@@ -165,7 +165,12 @@ def _module(
     device: torch.device,
 ) -> SidestreamModule:
     return SidestreamModule(
-        build_model=build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device),
+        build_model=build.model_builder(
+            cfg,
+            vocab_size=corpus.vocab_size,
+            device=device,
+            max_tokens=layout.micro_batch_size * cfg.data.seq_length,
+        ),
         build_optimizer=build.optimizer_builder(cfg),
         factor=build.make(cfg.scheduler, max_steps=cfg.trainer.max_steps),
         recipe=Recipe(

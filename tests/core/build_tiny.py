@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from sidestream.data.batch import IGNORE, Batch
+from sidestream.dispatch.allgather import AllGatherDispatcher
 from sidestream.dispatch.alltoall import AllToAllDispatcher
+from sidestream.dispatch.dedup import DedupDispatcher
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.exchange.link import NativeLink, ThrottledLink
 from sidestream.fusion.grouped import GroupedExperts
@@ -32,7 +34,15 @@ from sidestream.routing.balance import AuxLoss, Balance, ExpertBias, NoBalance
 from sidestream.routing.quantile import QuantileBalance
 from sidestream.routing.router import SigmoidRouter, SoftmaxRouter, SqrtSoftplusRouter
 
-DISPATCHERS = {"local": LocalDispatcher, "alltoall": AllToAllDispatcher}
+# One list; a new dispatcher is tested by being added to it. The libraries' adapters have tests of their own.
+DISPATCHERS: dict[str, Any] = {
+    "local": LocalDispatcher,
+    "alltoall": AllToAllDispatcher,
+    "allgather": AllGatherDispatcher,
+    "nccl_ep": partial(DedupDispatcher, name="nccl_ep"),
+    "deep_ep": partial(DedupDispatcher, name="deep_ep", capped=True),
+    "hybrid_ep": partial(DedupDispatcher, name="hybrid_ep"),
+}
 FUSIONS = {"loop": LoopExperts, "grouped": GroupedExperts}
 BALANCES: dict[str, Any] = {
     "none": lambda: NoBalance(),
@@ -103,6 +113,7 @@ class Setup:
     top_k: int = 2
     seed: int = 7
     gbps: float | None = None  # a throttled link of this rate
+    capacity_factor: float | None = None  # of a static dispatcher
     padded: bool = False  # documents and padding, see `add_padding`
 
     def with_(self, **changes: Any) -> Setup:
@@ -124,12 +135,18 @@ def make_reduction(setup: Setup) -> Reduction:
     return FullyShard() if setup.reduction == "fully_shard" else Replicate(bucket_mb=0.05)
 
 
+def make_dispatcher(setup: Setup) -> Any:
+    if setup.capacity_factor is None:
+        return DISPATCHERS[setup.dispatcher]()
+    return DISPATCHERS[setup.dispatcher](capacity_factor=setup.capacity_factor)
+
+
 def make_model(setup: Setup) -> MoETransformer:
     model = assemble(
         setup.shape,
         router=ROUTERS[setup.router](top_k=setup.top_k),
         balance=make_balance(setup.balance),
-        dispatcher=DISPATCHERS[setup.dispatcher](),
+        dispatcher=make_dispatcher(setup),
         fusion=FUSIONS[setup.fusion](alignment=setup.alignment),
         schedule=NoOverlap(),
         link=NativeLink() if setup.gbps is None else ThrottledLink(gbps=setup.gbps),
@@ -138,6 +155,7 @@ def make_model(setup: Setup) -> MoETransformer:
         device=torch.device("cpu"),
         dtype=setup.dtype,
         compute_dtype=torch.bfloat16 if setup.autocast else None,
+        max_tokens=setup.global_batch * setup.seq_length,
     )
     make_reduction(setup).shard(model, parallel_for(setup.ep))
     return model
@@ -203,7 +221,7 @@ def run_steps(rank: int, world: int, setup: Setup) -> dict[str, Any]:
     step = make_step(setup, model, world)
     optimizer = make_optimizer(setup, step.params)
     out: dict[str, Any] = {"loss": [], "aux": [], "norm": [], "counts": [], "transfers": []}
-    if setup.dispatcher == "alltoall":
+    if setup.dispatcher != "local":
         model.parts.dispatcher.channel.on_start = out["transfers"].append
     for index in range(setup.steps):
         step.attempt(local_batch(setup, index, rank, world))

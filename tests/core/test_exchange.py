@@ -102,7 +102,7 @@ def wrong_counts(rank, world):
     if rank == 0:  # alone, so a rank that had communicated would hang
         for send, recv in [([2, 3], [2, 2]), ([2, 2], [2, 1])]:
             with pytest.raises(
-                ValueError, match=r"bad: counts do not fit the buffers: send \[2, .\] for 4 rows"
+                ValueError, match=r"bad: counts do not fit the buffers: send \[2, .\] from 4 rows"
             ):
                 Transfer(channel, torch.tensor(send), torch.tensor(recv), "bad").start(x, num_received=4)
     assert channel.pending == 0 and channel.bytes_sent == 0

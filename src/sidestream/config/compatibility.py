@@ -1,4 +1,4 @@
-"""What fits what, decided before any process is started. Pure but for looking at folders and counting GPUs."""
+"""What fits what, decided before any process is started. Pure but for looking at folders and at this machine."""
 
 import importlib.util
 import math
@@ -10,38 +10,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config.capabilities import capabilities
 from sidestream.config.data_files import check_data
 from sidestream.config.devices import count_gpus
+from sidestream.config.dispatch_check import check_dispatch
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import check_keys
 from sidestream.config.model_check import check_model, moe_blocks
 from sidestream.config.routing_check import check_routing
 
 TRUSTED_TARGETS = ("sidestream", "torch.optim", "lightning")
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a component can do. A class that is not in `CAPABILITIES` is taken to do everything.
-
-    Attributes:
-        max_expert_parallel_size: Ranks that may share the experts; None means any number.
-        mixed_dtypes: Parameters may have several dtypes.
-    """
-
-    max_expert_parallel_size: int | None = None
-    mixed_dtypes: bool = True
-
-
-CAPABILITIES = {
-    "sidestream.dispatch.local.LocalDispatcher": Capabilities(max_expert_parallel_size=1),
-    "sidestream.parallel.fully_shard.FullyShard": Capabilities(mixed_dtypes=False),
-}
-
-
-def capabilities(node: DictConfig) -> Capabilities:
-    """Returns what the component of an option can do."""
-    return CAPABILITIES.get(node.get("_target_", ""), Capabilities())
 
 
 @dataclass(frozen=True)
@@ -94,7 +72,7 @@ def check(
     expert_parallel_size = _expert_parallel_size(cfg, world_size)
     micro_batch_size, accumulation = _batches(cfg.data, world_size)
     check_routing(cfg, num_tokens=micro_batch_size * cfg.data.seq_length)
-    return Layout(
+    layout = Layout(
         world_size=world_size,
         local_world_size=local,
         expert_parallel_size=expert_parallel_size,
@@ -103,6 +81,8 @@ def check(
         accumulation=accumulation,
         device_type=device_type,
     )
+    check_dispatch(cfg, layout)
+    return layout
 
 
 def _check_precision(cfg: DictConfig) -> None:
@@ -257,8 +237,7 @@ def _world(
 def _expert_parallel_size(cfg: DictConfig, world_size: int) -> int:
     key, value = "strategy.expert_parallel_size", cfg.strategy.expert_parallel_size
     experts = cfg.model.num_experts
-    target = cfg.dispatcher.get("_target_")
-    most = CAPABILITIES.get(target, Capabilities()).max_expert_parallel_size or world_size
+    most = capabilities(cfg.dispatcher).max_expert_parallel_size or world_size
     dense = not moe_blocks(cfg.model.num_layers, cfg.model.moe_layers, cfg.model.first_dense_layers)
     possible = [n for n in range(1, world_size + 1) if world_size % n == 0 and experts % n == 0 and n <= most]
     best = 1 if dense else max(possible)
@@ -275,7 +254,7 @@ def _expert_parallel_size(cfg: DictConfig, world_size: int) -> int:
     if experts % value:
         raise refuse(f"does not divide model.num_experts={experts}", f"a divisor of {experts}")
     if value > most:
-        name = str(target).rpartition(".")[2]
+        name = cfg.dispatcher.get("_target_", "").rpartition(".")[2]
         raise ConfigError(
             key,
             value,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from sidestream.exchange.link import Link
 
 T_co = TypeVar("T_co", covariant=True)
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class DispatchSpec:
     top_k: int = 1
     num_layers: int = 1
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,6 @@ class Received:
         offsets: `[L]` int32, inclusive ends of the experts' segments, on the device.
         host_offsets: The same on the host when the dispatcher knows them anyway (eager), else None.
         exact: `rows` ends at the last offset: there is no tail.
-        certain: A number of rows known without looking to be before the last offset.
     """
 
     rows: Tensor
@@ -83,7 +84,6 @@ class Received:
     offsets: Tensor
     host_offsets: list[int] | None = None
     exact: bool = False
-    certain: int = 0
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -168,4 +168,5 @@ def receive_budget(capacity_factor: float, spec: DispatchSpec, *, alignment: int
     64 because CPU kernels round differently in the tail of a buffer, and a budget must not change bits.
     """
     unit = math.lcm(alignment, 64)
-    return -(-math.ceil(capacity_factor * spec.max_tokens * spec.top_k) // unit) * unit
+    rows = math.ceil(Fraction(str(capacity_factor)) * spec.max_tokens * spec.top_k)
+    return -(-rows // unit) * unit

@@ -42,6 +42,8 @@ class LocalDispatcher:
     """Sorts tokens by expert on one rank. The reference that all dispatchers are compared with."""
 
     name = "local"
+    transport: str | None = None
+    budget: int | None = None
 
     def __init__(self) -> None:
         self.spec: DispatchSpec | None = None
@@ -54,7 +56,7 @@ class LocalDispatcher:
             )
         self.spec = spec
 
-    def plan(self, routing: Routing) -> LocalPlan:
+    def plan(self, routing: Routing, *, layer: int = 0) -> LocalPlan:
         assert self.spec is not None, "wire() first"
         spec, ids = self.spec, routing.expert_ids.reshape(-1)
         slots = max_slots(ids.numel(), num_experts=spec.num_experts, alignment=spec.alignment)
@@ -71,15 +73,16 @@ class LocalDispatcher:
         layout = plan.layout
         rows = tokens_to_slots(x, layout, top_k=plan.routing.top_k)
         weights = rows_to_slots(plan.routing.weights.reshape(-1), layout)
-        # Every row has a slot before the last offset.
-        certain = layout.slot_of_row.numel() if layout.every_row else 0
-        return _Ready(Received(rows, weights, layout.offsets, exact=layout.every_slot, certain=certain))
+        return _Ready(Received(rows, weights, layout.offsets, exact=layout.every_slot))
 
     def combine(self, rows: Tensor, plan: LocalPlan) -> _Ready:
         return _Ready(sum_routes(rows, plan.layout, top_k=plan.routing.top_k))
 
     def needed(self) -> Tensor | None:
         return None
+
+    def reset_needed(self) -> None:
+        """Nothing is counted."""
 
     def resize(self, budget: int) -> None:
         raise ValueError(f"dispatcher=local: budget {budget} asked for, but it has no static budget")

@@ -103,8 +103,11 @@ class LibrarySwitch:
         return None if self._chosen is None else self._chosen.budget
 
     def wire(self, *, group: dist.ProcessGroup | None, spec: DispatchSpec, link: Link) -> None:
+        # On one rank nothing travels: the library is used only where it was asked for by name.
+        alone = group is None or dist.get_world_size(group) == 1
+        wanted: Transport = "torch" if alone and self.wanted == "auto" else self.wanted
         use = group is not None and agree_on_library(
-            self.wanted, module=self.module, device_type=spec.device.type, group=group
+            wanted, module=self.module, device_type=spec.device.type, group=group
         )
         chosen = self.make_library() if use else self.make_torch()
         chosen.wire(group=group, spec=spec, link=link)

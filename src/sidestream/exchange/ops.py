@@ -9,6 +9,7 @@ its result may be read. Sizes are tensors on the host and are read inside the op
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,8 +113,10 @@ def _start(
     """Start an all-to-all of rows. `out` may be read after `wait_` with the same ticket.
 
     Args:
-        out: `[sum(recv_counts), ...]`, contiguous, caller-owned; any dtype that `x` has.
-        x: `[sum(send_counts), ...]`, contiguous, rows ordered by destination rank. Must stay alive until the wait.
+        out: `[at least sum(recv_counts), ...]`, contiguous, caller-owned; any dtype that `x` has. Rows past the sum
+            are not written.
+        x: `[at least sum(send_counts), ...]`, contiguous, rows ordered by destination rank; rows past the sum do
+            not travel. Must stay alive until the wait.
         send_counts: `[ranks]` int64 on the host, rows for each rank.
         recv_counts: `[ranks]` int64 on the host, rows from each rank.
         channel: `Channel.id`.
@@ -124,16 +127,17 @@ def _start(
     if ch.on_start is not None:
         ch.on_start(tag)
     send, recv = send_counts.tolist(), recv_counts.tolist()
-    if sum(send) != x.shape[0] or sum(recv) != out.shape[0]:
+    if sum(send) > x.shape[0] or sum(recv) > out.shape[0]:
         raise ValueError(
-            f"{tag}: counts do not fit the buffers: send {send} for {x.shape[0]} rows, "
-            f"receive {recv} for {out.shape[0]} rows"
+            f"{tag}: counts do not fit the buffers: send {send} from {x.shape[0]} rows, "
+            f"receive {recv} into {out.shape[0]} rows"
         )
-    row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else out[0].numel() if out.shape[0] else 0)
+    row_bytes = x.element_size() * math.prod(x.shape[1:])
     sent = row_bytes * (sum(send) - send[ch.rank])
     received = row_bytes * (sum(recv) - recv[ch.rank])
     issued = time.monotonic()
     work = None
+    x, out = x[: sum(send)], out[: sum(recv)]
     if ch.size == 1:
         out.copy_(x)
     else:

@@ -14,13 +14,25 @@ Shapes: N rows sent, R rows received, H features.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sidestream.exchange.ops import Channel, new_ticket, start_, wait_
+
+
+class Codec(Protocol):
+    """How rows look on the wire. Neither method is differentiated: the gradient passes as if nothing was coded."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """`[N, ...]` rows -> `[N, ...]` as they travel."""
+        ...
+
+    def decode(self, wire: Tensor, like: torch.dtype) -> Tensor:
+        """`[R, ...]` as it travelled -> `[R, ...]` rows of dtype `like`. Rows nobody sent may hold anything."""
+        ...
 
 
 @dataclass(eq=False)
@@ -32,22 +44,28 @@ class Transfer:
         send_counts: `[ranks]` int64, host.
         recv_counts: `[ranks]` int64, host.
         tag: Name in spans and order logs; the reverse transfer is `tag + ".backward"`.
+        codec: Of the rows, in forward.
+        backward_codec: Of their gradient, in backward.
     """
 
     channel: Channel
     send_counts: Tensor
     recv_counts: Tensor
     tag: str
+    codec: Codec | None = None
+    backward_codec: Codec | None = None
     _ticket: int = -1
     _reverse_ticket: int = -1
     _out: Tensor | None = field(default=None, repr=False)
     _reverse_out: Tensor | None = field(default=None, repr=False)
+    _reverse_token: Tensor | None = field(default=None, repr=False)
 
     def start(self, x_NH: Tensor, *, num_received: int) -> Tensor:
-        """Start; return the token to give to `finish`. `x_NH` is `[N, ...]`, ordered by destination rank."""
-        self._ticket = new_ticket()
-        self._out = x_NH.new_empty((num_received, *x_NH.shape[1:]))
-        return _Start.apply(x_NH, self)
+        """Start; return the token to give to `finish`. `x_NH` is `[N, ...]`, ordered by destination rank.
+
+        Counts may add up to less than N and `num_received`; what is past them is not sent, or not written.
+        """
+        return _Start.apply(x_NH, self, num_received)
 
     def finish(self, token: Tensor) -> Tensor:
         """Wait; return the received rows `[R, ...]`, ordered by source rank."""
@@ -57,20 +75,22 @@ class Transfer:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
+    def forward(ctx: Any, x: Tensor, transfer: Transfer, num_received: int) -> Tensor:
+        ctx.transfer, ctx.dtype = transfer, x.dtype
         t = transfer
-        start_(t._out, x.contiguous(), t.send_counts, t.recv_counts, t.channel.id, t._ticket, t.tag)  # type: ignore[arg-type]
+        wire = t.codec.encode(x) if t.codec is not None else x.contiguous()
+        t._ticket, t._out = new_ticket(), wire.new_empty((num_received, *wire.shape[1:]))
+        start_(t._out, wire, t.send_counts, t.recv_counts, t.channel.id, t._ticket, t.tag)
         return x.new_empty(()).expand(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         t = ctx.transfer
-        grad_x, t._reverse_out = t._reverse_out, None
-        assert grad.data_ptr() == grad_x.data_ptr(), "the token must have one user, its wait"
-        wait_(grad_x, t.channel.id, t._reverse_ticket)
-        return grad_x, None
+        out, t._reverse_out, token, t._reverse_token = t._reverse_out, None, t._reverse_token, None
+        assert grad.data_ptr() == token.data_ptr(), "the token must have one user, its wait"
+        wait_(out, t.channel.id, t._reverse_ticket)
+        return out if t.backward_codec is None else t.backward_codec.decode(out, ctx.dtype), None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -78,21 +98,17 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, out: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer, ctx.sent_shape = transfer, token.shape
         wait_(out, transfer.channel.id, transfer._ticket)
-        return out.detach()
+        return out.detach() if transfer.codec is None else transfer.codec.decode(out, token.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         t = ctx.transfer
+        wire = t.backward_codec.encode(grad) if t.backward_codec is not None else grad.contiguous()
         t._reverse_ticket = new_ticket()
-        t._reverse_out = grad_x = grad.new_empty(ctx.sent_shape)
-        start_(
-            grad_x,
-            grad.contiguous(),
-            t.recv_counts,
-            t.send_counts,
-            t.channel.id,
-            t._reverse_ticket,
-            f"{t.tag}.backward",
-        )
-        return grad_x, None, None
+        t._reverse_out = out = wire.new_empty((ctx.sent_shape[0], *wire.shape[1:]))
+        tag = f"{t.tag}.backward"
+        start_(out, wire, t.recv_counts, t.send_counts, t.channel.id, t._reverse_ticket, tag)
+        # What is still being filled goes back as the token's gradient, or stands behind one without memory.
+        t._reverse_token = out if t.backward_codec is None else grad.new_empty(()).expand(ctx.sent_shape)
+        return t._reverse_token, None, None

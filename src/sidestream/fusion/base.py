@@ -34,7 +34,7 @@ class Fusion(Protocol):
             w_down: `[L, F, H]`.
 
         Returns:
-            `[S, H]`; rows past the last offset are zero.
+            `[S, H]`; rows past the last offset are undefined, and so is their gradient in both directions.
         """
         ...
 

@@ -107,7 +107,14 @@ def sidestream_arm(
     cfg = compose_layer(conf, shape, name)
     dispatcher, fusion = make(cfg.dispatcher), make(cfg.fusion)
     alignment = resolve_alignment(fusion.alignment, dtype=dtype, device_type="cpu")
-    spec = DispatchSpec(num_experts=shape.num_experts, hidden_size=shape.hidden_size, alignment=alignment)
+    spec = DispatchSpec(
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        alignment=alignment,
+        max_tokens=shape.tokens,
+        top_k=shape.top_k,
+        dtype=dtype,
+    )
     dispatcher.wire(group=group, spec=spec, link=NativeLink())
     parts = MoEParts(
         router=make(cfg.router),

@@ -114,7 +114,13 @@ class MoE(nn.Module):
                 self._report(decision, logits_TE, seq_length=seq_length)
         if torch.is_autocast_enabled(x.device.type):
             x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
-        return RoutedPath(x_TH, decision.routing, dispatcher=self.parts.dispatcher, experts=self.experts)
+        return RoutedPath(
+            x_TH,
+            decision.routing,
+            dispatcher=self.parts.dispatcher,
+            experts=self.experts,
+            layer=self.layer,
+        )
 
     def _report(self, decision: Decision, logits: Tensor, *, seq_length: int) -> None:
         """Write into the ledger what balancing and metrics need."""

@@ -31,6 +31,7 @@ class RoutedPath:
         routing: Its routing. Rows beyond T are routes of zero tokens that pad experts to their capacity.
         dispatcher: Moves the rows.
         experts: `Received -> [S, H]`.
+        layer: Index among the MoE layers.
     """
 
     stages = ("dispatch", "experts", "combine")
@@ -42,9 +43,10 @@ class RoutedPath:
         *,
         dispatcher: Dispatcher,
         experts: Callable[[Received], Tensor],
+        layer: int = 0,
     ) -> None:
         self._dispatcher, self._experts = dispatcher, experts
-        self._plan = dispatcher.plan(routing)
+        self._plan = dispatcher.plan(routing, layer=layer)
         self._num_tokens, self._num_extra = x.shape[0], routing.expert_ids.shape[0] - x.shape[0]
         self._value: Any = F.pad(x, (0, 0, 0, self._num_extra)) if self._num_extra else x
         self._pending: Pending[Any] | None = None

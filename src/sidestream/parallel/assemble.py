@@ -42,6 +42,7 @@ def assemble(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
+    max_tokens: int = 0,
 ) -> MoETransformer:
     """Build this rank's part of a model, with plain tensors (`Reduction.shard` comes next). Collective.
 
@@ -53,12 +54,18 @@ def assemble(
         device: Where the parameters live.
         dtype: Parameters' dtype; gate and selection bias are fp32 in any case.
         compute_dtype: Dtype of the expert rows when it differs from `dtype` (autocast).
+        max_tokens: Most tokens of a rank in one forward pass; equal on all ranks.
     """
     rows_dtype = compute_dtype or dtype
     spec = DispatchSpec(
         num_experts=shape.num_experts,
         hidden_size=shape.hidden_size,
         alignment=resolve_alignment(fusion.alignment, dtype=rows_dtype, device_type=device.type),
+        max_tokens=max_tokens,
+        top_k=router.top_k,
+        num_layers=max(1, len(shape.moe_blocks)),
+        dtype=rows_dtype,
+        device=device,
     )
     dispatcher.wire(group=parallel.ep_group, spec=spec, link=link)
     parts = MoEParts(

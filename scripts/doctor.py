@@ -1,0 +1,189 @@
+"""Says what this machine can run: every dispatcher with each transport, overlap, fusion, graph, link and strategy.
+
+python scripts/doctor.py [--json doctor.json]
+
+Looks only, in about a second: nothing is imported that needs a GPU. What cannot run is said in the words in which
+train.py refuses it. `scripts/check_gpu.py` tries things out.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sidestream.config.availability import LIBRARIES, Machine, takes_library, verdict
+from sidestream.config.capabilities import Capabilities, capabilities
+from sidestream.tracking.folder import write_json_atomic
+
+CONF = Path(__file__).parents[1] / "conf"
+GROUPS = ("overlap", "fusion", "graph", "link", "strategy")  # beside the dispatchers
+
+
+@dataclass(frozen=True)
+class DispatcherRow:
+    """A dispatcher with one of its transports.
+
+    Attributes:
+        transport: `library`, `torch`, or `none` where nothing moves.
+        auto: `dispatcher.transport=auto` takes this one here; false where there is no such key.
+        eager_reads, static_reads: Host reads per layer and forward pass; None: not known, or no such mode.
+        static: There is a static mode.
+        why, fix: See `availability.Verdict`.
+    """
+
+    dispatcher: str
+    transport: str
+    ok: bool
+    auto: bool
+    eager_reads: int | None
+    static: bool
+    static_reads: int | None
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class OptionRow:
+    """An option of another group."""
+
+    group: str
+    option: str
+    ok: bool
+    why: str
+    fix: str
+
+
+def options(group: str) -> Iterator[tuple[str, DictConfig]]:
+    """Yields (name, values) of the options of a group."""
+    for path in sorted((CONF / group).glob("*.yaml")):
+        node = OmegaConf.load(path)
+        assert isinstance(node, DictConfig), path
+        yield path.stem, node
+
+
+def dispatcher_rows(machine: Machine) -> list[DispatcherRow]:
+    return [
+        dispatcher_row(option, transport, capabilities(node), machine)
+        for option, node in options("dispatcher")
+        for transport in transports(node)
+    ]
+
+
+def dispatcher_row(option: str, transport: str, can: Capabilities, machine: Machine) -> DispatcherRow:
+    auto, eager_reads = False, can.host_reads_eager
+    if can.library is not None:
+        to_library = takes_library("auto", can.library, machine=machine)
+        auto = to_library == (transport == "library")
+        if transport == "library":
+            eager_reads = LIBRARIES[can.library].host_reads_eager
+    found = verdict("dispatcher", can.library or option, transport=transport, machine=machine)
+    return DispatcherRow(
+        dispatcher=option,
+        transport=transport,
+        ok=found.ok,
+        auto=auto,
+        eager_reads=eager_reads,
+        static=can.static,
+        static_reads=can.host_reads_static if can.static else None,
+        why=found.why,
+        fix=found.fix,
+    )
+
+
+def transports(node: DictConfig) -> tuple[str, ...]:
+    """Returns what can move the rows of a dispatcher."""
+    if "transport" in node:
+        return ("library", "torch")
+    return ("none",) if capabilities(node).max_expert_parallel_size == 1 else ("torch",)
+
+
+def option_rows(machine: Machine) -> list[OptionRow]:
+    found = [
+        (group, option, verdict(group, option, machine=machine))
+        for group in GROUPS
+        for option, _ in options(group)
+    ]
+    return [OptionRow(group, option, **asdict(each)) for group, option, each in found]
+
+
+def facts(machine: Machine) -> dict[str, str]:
+    """Returns what was found on the machine, in words."""
+    gpus = f"{machine.gpus} ({', '.join(machine.gpu_names) or 'model unknown'})" if machine.gpus else "none"
+    capability = ".".join(map(str, machine.capability)) if machine.capability else "unknown"
+    nvcc = machine.nvcc or ", ".join(sorted(machine.nvcc_variables)) or "not found"
+    return {
+        "platform": f"{machine.platform}, {os.cpu_count()} CPU cores",
+        "Python, torch": f"{machine.python}, {machine.torch or 'not installed'}",
+        "GPUs": f"{gpus}, compute capability {capability}" if machine.gpus else gpus,
+        "nvcc": nvcc,
+        "NCCL wheel": f"{machine.nccl_wheel} {machine.nccl}" if machine.nccl else "none",
+        "libraries": ", ".join(sorted(machine.modules)) or "none",
+    }
+
+
+def reads(number: int | None, *, exists: bool = True) -> str:
+    if not exists:
+        return "-"
+    return "unknown" if number is None else f"{number} read{'' if number == 1 else 's'}"
+
+
+def state(ok: bool) -> Text:
+    return Text("yes", style="green") if ok else Text("no", style="yellow")
+
+
+def words(why: str, fix: str) -> Text:
+    return Text("; ".join(part for part in (why, fix) if part), overflow="fold")
+
+
+def show(
+    machine: Machine, dispatchers: list[DispatcherRow], others: list[OptionRow], console: Console
+) -> None:
+    table = Table("this machine", "found")
+    for name, value in facts(machine).items():
+        table.add_row(name, Text(value, overflow="fold"))
+    console.print(table)
+    heads = ("dispatcher", "transport", "runs", "eager", "static", "why not, or what to know")
+    table = Table(*heads)
+    for row in dispatchers:
+        transport = f"{row.transport} (auto)" if row.auto else row.transport
+        eager, static = reads(row.eager_reads), reads(row.static_reads, exists=row.static)
+        table.add_row(row.dispatcher, transport, state(row.ok), eager, static, words(row.why, row.fix))
+    console.print(table)
+    legend = "auto: what dispatcher.transport=auto takes; read: the host waits, per layer and forward pass\n"
+    console.print(legend, style="dim")
+    table = Table("group", "option", "runs", "what to know")
+    for option in others:
+        table.add_row(option.group, option.option, state(option.ok), words(option.why, option.fix))
+    console.print(table)
+
+
+def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to this file too")
+    arguments = parser.parse_args(argv)
+    machine = machine or Machine.here()
+    dispatchers, others = dispatcher_rows(machine), option_rows(machine)
+    show(machine, dispatchers, others, Console())
+    if arguments.json is not None:
+        known: dict[str, Any] = {**asdict(machine), "cpu_cores": os.cpu_count()}
+        plain = {
+            name: sorted(value) if isinstance(value, frozenset) else value for name, value in known.items()
+        }
+        rows = {
+            "dispatchers": [asdict(row) for row in dispatchers],
+            "options": [asdict(row) for row in others],
+        }
+        write_json_atomic(arguments.json, {"machine": plain, **rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
