@@ -44,7 +44,7 @@ from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
-from sidestream.tracking.result import Baselines, Metrics, RunResult
+from sidestream.tracking.result import Baselines, Metrics, Overflow, RunResult
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,12 @@ def _end_result(
         peak_memory_bytes=_peak_memory(strategy),
         bytes_on_wire=summary.bytes_on_wire,
     )
-    return replace(start, status="interrupted" if module.stopping else "finished", metrics=metrics)
+    return replace(
+        start,
+        status="interrupted" if module.stopping else "finished",
+        metrics=metrics,
+        overflow=Overflow(**strategy.budget.result()),
+    )
 
 
 def _peak_memory(strategy: ExpertParallelStrategy) -> int:

@@ -1,6 +1,6 @@
 """What runs on which machine, in which words, and that the check of a config says the same."""
 
-import os
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -260,30 +260,45 @@ def test_the_budget_is_that_of_the_dispatchers(factor: float, alignment: int, of
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Returns a function that writes a module which can be found but not imported."""
-    monkeypatch.syspath_prepend(tmp_path)
+    """Returns a function that writes a module which can be found but not imported; no other can be found."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    before = set(sys.modules)
 
     def write(name: str, body: str = "") -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{body}\nraise ImportError('no GPU')\n")
+        importlib.invalidate_caches()
 
     yield write
-    assert not {"deep_ep", "nccl.ep"} & sys.modules.keys()
+    new = set(sys.modules) - before
+    assert not {"deep_ep", "nccl.ep"} & new
+    for name in new & {"nccl"}:  # the folder around, which holds no code
+        del sys.modules[name]
 
 
 def test_the_two_libraries_of_one_name_are_told_apart_by_their_text(packages: Callable[..., None]):
-    assert Machine.here().modules == frozenset()
+    assert availability._found() == frozenset()
     packages("deep_ep/__init__.py", "from .buffer import Buffer")
-    assert Machine.here().modules == {"deep_ep"}
+    assert availability._found() == {"deep_ep"}
     packages("deep_ep/hybrid_ep_buffer.py", "class HybridEPBuffer:\n    pass")
-    assert Machine.here().modules == {"deep_ep", "deep_ep.HybridEPBuffer"}
+    assert availability._found() == {"deep_ep", "deep_ep.HybridEPBuffer"}
     packages("deep_ep/hybrid_ep_buffer.py", "# unlike ElasticBuffer")
     packages("deep_ep/__init__.py", "from .buffers.elastic import ElasticBuffer, EPHandle")
-    assert Machine.here().modules == {"deep_ep", "deep_ep.ElasticBuffer"}
+    assert availability._found() == {"deep_ep", "deep_ep.ElasticBuffer"}
     packages("nccl/ep/__init__.py")
     packages("nccl/core.py")
-    assert {"nccl.ep", "nccl.core"} < Machine.here().modules
+    assert {"nccl.ep", "nccl.core"} < availability._found()
+
+
+@pytest.fixture
+def no_gpu_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The number of GPUs is counted anew, and again after the test; the user's variables are not there."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NVCC", "NCCL_EP_JIT_NVCC", "EP_JIT_NVCC_COMPILER"):
+        monkeypatch.delenv(name, raising=False)
+    devices._installed.cache_clear()
+    yield
+    devices._installed.cache_clear()
 
 
 SMI = """#!/bin/sh
@@ -291,6 +306,7 @@ if [ "$1" = -L ]; then printf 'GPU 0: x\\nGPU 1: x\\n'; else printf '%s'; fi
 """
 
 
+@pytest.mark.usefixtures("no_gpu_known")
 @pytest.mark.parametrize(
     ("printed", "names", "capability"),
     [
@@ -308,9 +324,7 @@ def test_gpus_and_compilers_are_found(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(body)
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    devices._installed.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
     here = Machine.here()
     assert (here.device_type, here.gpus, here.gpu_names, here.capability) == ("cuda", 2, names, capability)
     assert here.nvcc is None
@@ -319,7 +333,6 @@ def test_gpus_and_compilers_are_found(
     assert Machine.here().nvcc_variables == {"EP_JIT_NVCC_COMPILER"}
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
     assert Machine.here().nvcc == str(tmp_path / "toolkit" / "bin" / "nvcc")
-    devices._installed.cache_clear()
 
 
 def test_here_knows_torch_without_importing_it():
@@ -329,4 +342,3 @@ def test_here_knows_torch_without_importing_it():
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == torch.__version__
-    assert availability.TO_TORCH == "set dispatcher.transport=torch"

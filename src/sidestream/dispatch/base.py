@@ -141,6 +141,13 @@ class Dispatcher(Protocol):
         """
         ...
 
+    def dropped(self) -> Tensor | None:
+        """`[num_layers]` int64 on the device: routes of each layer that found no room on any plan of this rank.
+
+        Since `reset_needed`. A library that does not say counts rows past the budget, padding included.
+        """
+        ...
+
     def reset_needed(self) -> None:
         """Start counting anew: an attempt begins."""
         ...

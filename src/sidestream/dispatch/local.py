@@ -81,6 +81,9 @@ class LocalDispatcher:
     def needed(self) -> Tensor | None:
         return None
 
+    def dropped(self) -> Tensor | None:
+        return None
+
     def reset_needed(self) -> None:
         """Nothing is counted."""
 

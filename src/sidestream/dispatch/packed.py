@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing, receive_budget
 from sidestream.dispatch.cap import cap_routing, needed_rows
+from sidestream.dispatch.counter import RowCounter
 from sidestream.dispatch.layout import (
     Layout,
     expert_layout,
@@ -112,11 +113,13 @@ class PackedPlan:
         ids, d = self.routing.expert_ids, self.dispatcher
         if self._histogram is None:
             return ids
-        assert d.budget is not None
+        assert d.budget is not None and d.counter is not None
         histogram_RE, rank = self._histogram.wait(), self.channel.rank
         sizes = {"num_local": self.num_local, "alignment": d.align}
-        d.note(needed_rows(histogram_RE, rank=rank, **sizes), self.layer)
-        return cap_routing(ids, histogram_RE, rank=rank, budget=d.budget, **sizes)
+        kept = cap_routing(ids, histogram_RE, rank=rank, budget=d.budget, **sizes)
+        needed = needed_rows(histogram_RE, rank=rank, **sizes)
+        d.counter.note(self.layer, needed=needed, dropped=(ids >= 0).sum() - (kept >= 0).sum())
+        return kept
 
     def _count(self) -> None:
         """Count rows per rank, and routes per expert where the host will size buffers by them; send the counts."""
@@ -224,8 +227,9 @@ class PackedPlan:
             num_rows=None if sizes is None else sizes.num_routes,
             may_overflow=d.budget is not None,
         )
-        if self._histogram is None:
-            d.note(layout.needed, self.layer)
+        if self._histogram is None and d.counter is not None:
+            dropped = layout.counts.sum() - (layout.slot_of_row >= 0).sum()
+            d.counter.note(self.layer, needed=layout.needed, dropped=dropped)
         self.unpack = layout
         return layout
 
@@ -315,7 +319,7 @@ class PackedDispatcher:
         self.even = self.fixed = False
         self._spec: DispatchSpec | None = None
         self._channel: Channel | None = None
-        self._needed: Tensor | None = None
+        self.counter: RowCounter | None = None
 
     @property
     def channel(self) -> Channel | None:
@@ -346,7 +350,7 @@ class PackedDispatcher:
         if static:
             assert self.capacity_factor is not None
             self.budget = receive_budget(self.capacity_factor, spec, alignment=self.align)
-            self._needed = torch.zeros(spec.num_layers, dtype=torch.int64, device=spec.device)
+            self.counter = RowCounter(spec.num_layers, spec.device)
         num_local = spec.num_experts // num_ranks
         self.rows_per_pair = self.packing.rows_per_pair(spec.max_tokens, spec.top_k, num_local)
 
@@ -377,17 +381,15 @@ class PackedDispatcher:
         transfer = Transfer(channel, sizes.recv, sizes.send, "combine", backward_codec=self.codec)
         return _PendingCombined(plan, transfer, transfer.start(summed_NH, num_received=sizes.num_sent))
 
-    def note(self, needed: Tensor, layer: int) -> None:
-        """Keep the most rows a plan of the layer needed."""
-        if self._needed is not None:
-            torch.maximum(self._needed[layer], needed, out=self._needed[layer])
-
     def needed(self) -> Tensor | None:
-        return self._needed
+        return None if self.counter is None else self.counter.needed
+
+    def dropped(self) -> Tensor | None:
+        return None if self.counter is None else self.counter.dropped
 
     def reset_needed(self) -> None:
-        if self._needed is not None:
-            self._needed.zero_()
+        if self.counter is not None:
+            self.counter.reset()
 
     def resize(self, budget: int) -> None:
         if self.budget is None:
@@ -406,4 +408,4 @@ class PackedDispatcher:
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        self._spec = self._channel = self._needed = None
+        self._spec = self._channel = self.counter = None

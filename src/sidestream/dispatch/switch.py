@@ -127,6 +127,9 @@ class LibrarySwitch:
     def needed(self) -> Tensor | None:
         return self.chosen.needed()
 
+    def dropped(self) -> Tensor | None:
+        return self.chosen.dropped()
+
     def reset_needed(self) -> None:
         self.chosen.reset_needed()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ class SidestreamModule(LightningModule):
             micro_batch_size=recipe.micro_batch_size,
             autocast=recipe.autocast,
             data_checksum=recipe.data_checksum,
+            seq_length=recipe.seq_length,
+            overflow=None if self._restored is None else self._restored.get("overflow"),
         )
         self._seed_rank()
         self.recorder.begin(step=self.global_step)
@@ -158,9 +161,12 @@ class SidestreamModule(LightningModule):
         assert self._val is not None
         # As in training: memory, and what an expert's capacity is a share of, belong to a micro-batch.
         for micro_batch in batch.split(self.recipe.micro_batch_size):
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.autocast):
-                nll = self.model.loss_sums(micro_batch).nll
+            nll = self.parallel_strategy.budget.guard(partial(self._nll, micro_batch))
             self._val += torch.stack([nll.double(), micro_batch.num_targets().double()])
+
+    def _nll(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.autocast):
+            return self.model.loss_sums(batch).nll
 
     @override
     def on_validation_end(self) -> None:
@@ -204,6 +210,7 @@ class SidestreamModule(LightningModule):
             "world_size": self.trainer.world_size,
             "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
             "changes_model": self.recipe.changes_model,
+            "overflow": self.parallel_strategy.budget.state(),
         }
 
     @override

@@ -2,7 +2,7 @@
 
 setup_environment   process group with a time-out, meshes                       (every group is made here)
 begin_training      gradients become views of flat storage; ranks compare their copies
-run_step            attempt, check, commit
+run_step            attempt, check, commit; attempted again after an overflow
 save_checkpoint     shards beside, fsync, rename
 teardown            hooks; after a regular end `run.py` closes the dispatcher, and the groups last
 """
@@ -28,6 +28,7 @@ from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
 from sidestream.parallel.mesh import Parallel, build_parallel
+from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import StepReport, TrainingStep
 from sidestream.parallel.world import join_world, leave_world
@@ -68,6 +69,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self._owns_world = False
         self._parallel: Parallel | None = None
         self._step: TrainingStep | None = None
+        self._budget: BudgetKeeper | None = None
+
+    @property
+    def budget(self) -> BudgetKeeper:
+        """Keeper of the dispatcher's static budget."""
+        assert self._budget is not None, "begin_training first"
+        return self._budget
 
     @property
     def parallel(self) -> Parallel:
@@ -104,8 +112,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         micro_batch_size: int,
         autocast: bool,
         data_checksum: str,
+        seq_length: int,
+        overflow: dict[str, Any] | None = None,
     ) -> None:
         """Prepare the step. After a checkpoint was restored: loading needs gradients that are still None.
+
+        Args:
+            overflow: State of the static budget in the checkpoint, see `BudgetKeeper.state`.
 
         Raises:
             RuntimeError: Ranks hold different weights or different data.
@@ -114,6 +127,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             check_replicas(model, self.parallel)
         check_equal("data checksum", data_checksum, self.parallel)
         self.reduction.attach(model, self.parallel)
+        parts = model.parts
+        self._budget = BudgetKeeper(
+            parts.dispatcher,
+            self.parallel,
+            device=self.root_device,
+            mean_rows=micro_batch_size * seq_length * parts.router.top_k,
+        )
+        self.budget.load(overflow)
         self._step = TrainingStep(
             model,
             parallel=self.parallel,
@@ -121,6 +142,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             autocast=autocast,
+            budget=self.budget,
         )
 
     def run_step(
@@ -134,6 +156,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     ) -> tuple[StepReport, Tensor]:
         """One step on this rank's share of the global batch: attempt, check, commit.
 
+        After an overflow of a static budget the same micro-batches are attempted again with a larger one.
+
         Args:
             own: Numbers of this rank for the report, see `TrainingStep.check`.
 
@@ -142,13 +166,15 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """
         step = self._step
         assert step is not None, "begin_training first"
-        first = self.graph.reads is None
-        self.graph.run(lambda: step.attempt(batch))
-        if first and self.graph.reads is not None:
-            found = self.graph.report() or ["no host reads"]
-            log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
-        report = step.check(stop_requested=stop_requested(), own=own)
-        return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
+        while True:
+            first = self.graph.reads is None
+            self.graph.run(lambda: step.attempt(batch))
+            if first and self.graph.reads is not None:
+                found = self.graph.report() or ["no host reads"]
+                log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
+            report = step.check(stop_requested=stop_requested(), own=own)
+            if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
+                return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
 
     @override
     def save_checkpoint(

@@ -1,7 +1,7 @@
 """One training step: attempt, check, commit. Plain torch; the Lightning strategy calls it.
 
     attempt   zero gradients; forward and backward of all micro-batches; the last one reduces the gradients
-    check     one reduction over all ranks and one host read: loss, balance, stop flag
+    check     one reduction over all ranks and one host read: loss, balance, stop flag, overflow
     commit    clip, optimizer, balancing bias
 
 Nothing that lasts changes before commit.
@@ -25,6 +25,7 @@ from sidestream.data.batch import Batch
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.clip import clip_by_norm, global_norm
 from sidestream.parallel.mesh import Parallel
+from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import Reduction
 
 
@@ -41,6 +42,9 @@ class StepReport:
         metadata_bytes: Of these, counts and routing weights; the rest are rows.
         z: Router z-loss, layers-sum of the mean over valid tokens, without its coefficient; None if none is computed.
         dropped: Routes dropped over the global batch; None if nothing can be dropped.
+        overflowed: MoE layers, summed over ranks, that needed more rows than the static budget; the attempt is
+            repeated then, unless routes may be dropped.
+        lost: Routes dropped for lack of budget.
         observed: Per MoE layer, what the balance observed, see `Ledger`; no rows unless it does.
         per_rank: What each rank gave to `check` as `own`: name -> one number per rank.
         grad_norm: Norm of all gradients before clipping.
@@ -54,6 +58,8 @@ class StepReport:
     metadata_bytes: int = 0
     z: float | None = None
     dropped: int | None = None
+    overflowed: int = 0
+    lost: int = 0
     observed: Tensor = field(default_factory=lambda: torch.zeros(0))
     per_rank: dict[str, list[float]] = field(default_factory=dict)
     grad_norm: float = 0.0
@@ -69,6 +75,7 @@ class TrainingStep:
         global_batch_size: Sequences per step over all ranks.
         micro_batch_size: M.
         autocast: bf16 autocast of the forward pass; off means the parameters' dtype.
+        budget: Keeper of the dispatcher's static budget.
     """
 
     def __init__(
@@ -80,7 +87,9 @@ class TrainingStep:
         global_batch_size: int,
         micro_batch_size: int,
         autocast: bool = False,
+        budget: BudgetKeeper | None = None,
     ) -> None:
+        self.budget = budget
         self.model, self.parallel, self.reduction = model, parallel, reduction
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.autocast = autocast
@@ -116,6 +125,8 @@ class TrainingStep:
 
     def attempt(self, batch: Batch) -> None:
         """Forward, backward and reduction of this rank's share of the global batch."""
+        if self.budget is not None:
+            self.budget.begin()
         self.reduction.zero()
         self.model.ledger.begin_attempt()
         self._nll.zero_()
@@ -193,8 +204,10 @@ class TrainingStep:
         sums = self._sum_over_ranks(self._parts(stop_requested=stop_requested, own=own))
         (targets,), (nll,), (norm,) = sums["targets"], sums["nll"], sums["norm"]
         found = {"training loss": nll / targets, "auxiliary loss": sums["aux"][0], "z-loss": sums["z"][0]}
+        overflowed, lost = (int(number) for number in sums.get("overflow", (0, 0)))
+        stands = not overflowed or (self.budget is not None and self.budget.mode == "drop")
         for what, value in {**found, "gradient norm": norm}.items():
-            if not math.isfinite(value):
+            if stands and not math.isfinite(value):
                 raise FloatingPointError(
                     f"the {what} is {value}; lower optimizer.lr, or raise scheduler.warmup_steps"
                 )
@@ -207,6 +220,8 @@ class TrainingStep:
             counts=torch.tensor(sums["counts"], dtype=torch.int64).view(ledger.counts.shape),
             z=sums["z"][0] / sums["tokens"][0] if parts.balance.z_loss_coefficient else None,
             dropped=int(sum(sums["dropped"])) if can_drop else None,
+            overflowed=overflowed,
+            lost=lost,
             observed=torch.tensor(sums["observed"], dtype=torch.float64).view(ledger.observed.shape),
             stop=sums["stop"][0] > 0,
             bytes_on_wire=int(sums["bytes"][0]),
@@ -221,12 +236,15 @@ class TrainingStep:
         To report something more: an entry here and its reader in `check`. It costs no reduction and no read.
         """
         dispatcher, rank = self.model.parts.dispatcher, dist.get_rank()
+        budget = self.budget
+        overflow = {"overflow": budget.flags()} if budget is not None and budget.active else {}
         before, after = [0.0] * len(own) * rank, [0.0] * len(own) * (self.parallel.world_size - rank - 1)
         return {
             "nll": self._nll,
             "aux": self._aux,
             "z": self._z,
             **self.model.ledger.totals(),
+            **overflow,
             "stop": [float(stop_requested)],
             "bytes": [
                 float(dispatcher.bytes_sent() - self._bytes_before),

@@ -47,6 +47,7 @@ class Overflow:
 
     events: int | None = None
     replays: int | None = None
+    dropped: int | None = None  # routes lost, with on_overflow=drop
     budget: int | None = None  # rows per rank at the end
     recommended_factor: float | None = None
 
