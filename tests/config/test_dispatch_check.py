@@ -111,14 +111,14 @@ NCCL, DEEP, HYBRID = (
         (H100, [*DEEP], "", ""),
         (H100_HYBRID, [*HYBRID], "", ""),
         # a row
-        (H100, [*NCCL, "model.hidden_size=72", "model.num_heads=2"], "", ""),
+        (H100, [*NCCL, "model.hidden_size=72", "model.num_heads=2", "model.num_kv_heads=2"], "", ""),
         (
             H100,
-            [*NCCL, BF16, "model.hidden_size=68", "model.num_heads=2"],
+            [*NCCL, BF16, "model.hidden_size=68", "model.num_heads=2", "model.num_kv_heads=2"],
             "model.hidden_size=68: 68 values in a row, and NCCL EP takes multiples of 8",
             "set dispatcher.transport=torch",
         ),
-        (H100, [*NCCL, "model.hidden_size=68", "model.num_heads=2"], "", ""),  # fp32
+        (H100, [*NCCL, "model.hidden_size=68", "model.num_heads=2", "model.num_kv_heads=2"], "", ""),  # fp32
         (
             H100,
             [*DEEP, "model.hidden_size=384"],

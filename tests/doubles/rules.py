@@ -188,8 +188,8 @@ def together(
     error = None
     try:
         check()
-    except ContractError as found:
-        error = found
+    except ContractError as mine:
+        error = mine
     heard: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(heard, (tuple(call), data if error is None else None, error), group=group)
     for rank, (_, _, found) in enumerate(heard):
