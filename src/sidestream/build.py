@@ -64,6 +64,13 @@ def padding_rows(cfg: DictConfig, num_tokens: int) -> int:
     return -(-capacity * experts // top_k)
 
 
+def tokens_per_plan(schedule: Any, num_sequences: int, seq_length: int, padding: int) -> int:
+    """Most tokens of one plan: a schedule may cut a forward pass into several."""
+    if hasattr(schedule, "tokens_per_plan"):
+        return schedule.tokens_per_plan(num_sequences, seq_length, padding=padding)
+    return num_sequences * seq_length + padding
+
+
 def initial_weights(cfg: DictConfig) -> Path | None:
     """The folder to start from; None if there is none, or if a checkpoint of the run takes its place."""
     value = cfg.get("initial_weights")
@@ -71,7 +78,7 @@ def initial_weights(cfg: DictConfig) -> Path | None:
 
 
 def model_builder(
-    cfg: DictConfig, *, vocab_size: int, device: torch.device, max_tokens: int = 0, exact: bool = False
+    cfg: DictConfig, *, vocab_size: int, device: torch.device, num_sequences: int = 0, exact: bool = False
 ) -> Callable[[Parallel], MoETransformer]:
     """Return a function that builds this rank's part of the model, given the groups.
 
@@ -79,7 +86,7 @@ def model_builder(
         cfg: The root config.
         vocab_size: As in `model_shape`.
         device: Where the parameters live.
-        max_tokens: Most tokens of a rank in one forward pass.
+        num_sequences: Most sequences of a rank in one forward pass.
         exact: Dispatch without a static budget, whatever the config says: for evaluation, where nothing may be lost.
     """
     dtype, compute_dtype = PRECISIONS[cfg.trainer.precision]
@@ -92,6 +99,8 @@ def model_builder(
         make(cfg.overlap),
         make(cfg.link),
     )
+
+    padding = padding_rows(cfg, num_sequences * cfg.data.seq_length) if num_sequences else 0
 
     def build(parallel: Parallel) -> MoETransformer:
         model = assemble(
@@ -107,7 +116,7 @@ def model_builder(
             device=device,
             dtype=dtype,
             compute_dtype=compute_dtype,
-            max_tokens=max_tokens + padding_rows(cfg, max_tokens),
+            max_tokens=tokens_per_plan(schedule, num_sequences, cfg.data.seq_length, padding),
         )
         if (folder := initial_weights(cfg)) is not None:
             load_before_sharding(model, folder)

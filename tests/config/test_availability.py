@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config import availability, devices, dispatch_check
@@ -236,6 +237,11 @@ def test_every_class_of_the_group_declares_what_it_can(compose: Compose):
         assert can.static == (can.host_reads_static == 0)
         assert can.library in (None, path.stem)
     assert LIMITS.keys() == LIBRARIES.keys()
+
+
+@pytest.mark.parametrize("target", [target for target, can in CAPABILITIES.items() if can.library])
+def test_the_check_looks_for_the_module_that_the_dispatcher_calls(target: str):
+    assert get_class(target).module == LIBRARIES[CAPABILITIES[target].library].module
 
 
 def test_a_users_own_class_is_taken_to_do_everything():

@@ -102,7 +102,7 @@ def test_auto_is_the_largest_group_that_fits(
         (["num_experts=4"], "num_experts=4: no such key; expected one of model.num_experts", ""),
         (
             ["dispatcher=all2all"],
-            "dispatcher=all2all: no such option; expected one of alltoall, local",
+            "dispatcher=all2all: no such option; expected one of allgather, alltoall, deep_ep, hybrid_ep, local, ",
             "=alltoall",
         ),
         (

@@ -62,7 +62,7 @@ def test_help_has_one_line_per_group_and_no_schema(compose: Compose):
     for group, meaning in GROUPS.items():
         assert [line for line in lines if line.split()[:1] == [group] and line.endswith(meaning)], group
     assert "schema" not in help_text()
-    assert any("alltoall | local" in line for line in lines)
+    assert any("allgather | alltoall | deep_ep | hybrid_ep | local | nccl_ep" in line for line in lines)
 
 
 def test_choices_follow_the_cache_variable(compose: Compose, monkeypatch: pytest.MonkeyPatch):

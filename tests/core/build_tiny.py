@@ -114,6 +114,7 @@ class Setup:
     seed: int = 7
     gbps: float | None = None  # a throttled link of this rate
     capacity_factor: float | None = None  # of a static dispatcher
+    schedule: Any = None  # makes the schedule; None: no overlap
     padded: bool = False  # documents and padding, see `add_padding`
 
     def with_(self, **changes: Any) -> Setup:
@@ -148,7 +149,7 @@ def make_model(setup: Setup) -> MoETransformer:
         balance=make_balance(setup.balance),
         dispatcher=make_dispatcher(setup),
         fusion=FUSIONS[setup.fusion](alignment=setup.alignment),
-        schedule=NoOverlap(),
+        schedule=setup.schedule() if setup.schedule is not None else NoOverlap(),
         link=NativeLink() if setup.gbps is None else ThrottledLink(gbps=setup.gbps),
         parallel=parallel_for(setup.ep),
         seed=setup.seed,

@@ -20,15 +20,20 @@ from sidestream.overlap.path import RoutedPath
 from sidestream.parallel.mesh import Parallel
 from sidestream.parallel.replicate import Replicate
 from tests.core.build_tiny import DISPATCHERS, full
+from tests.core.poison import poison_rows, poison_tail
 
 
 def scale_rows(received: Received, scales: Tensor) -> Tensor:
-    """Row times its expert's scale times its weight; rows past the last offset are zero."""
-    rows, offsets = received.rows, received.offsets
-    slot = torch.arange(rows.shape[0])
+    """Row times its expert's scale times its weight. Past the last offset NaN, in both directions: nobody reads it."""
+    offsets = received.offsets
+    received = poison_tail(received)
+    slot = torch.arange(received.rows.shape[0])
     expert = torch.searchsorted(offsets, slot, right=True).clamp(max=len(scales) - 1)
-    out = rows * (scales[expert] * received.row_weights).unsqueeze(1)
-    return torch.where((slot < offsets[-1]).unsqueeze(1), out, 0)
+    # Selected twice: the scales' gradient is a product with the rows.
+    real = slot < offsets[-1]
+    rows = torch.where(real.unsqueeze(1), received.rows, 0)
+    out = rows * (scales[expert] * torch.where(real, received.row_weights, 0)).unsqueeze(1)
+    return poison_rows(out, offsets)
 
 
 def run_path(path: RoutedPath) -> Tensor:
@@ -41,10 +46,27 @@ def run_path(path: RoutedPath) -> Tensor:
 
 
 def wire(
-    name: str, *, num_experts: int, group: Any = None, hidden: int = 1, alignment: int = 1
+    name: str,
+    *,
+    num_experts: int,
+    group: Any = None,
+    hidden: int = 1,
+    alignment: int = 1,
+    max_tokens: int = 32,
+    top_k: int = 2,
+    num_layers: int = 1,
+    **options: Any,
 ) -> Dispatcher:
-    dispatcher = DISPATCHERS[name]()
-    spec = DispatchSpec(num_experts=num_experts, hidden_size=hidden, alignment=alignment)
+    """A dispatcher ready for use, for at most so many tokens per rank; `options` are its own."""
+    dispatcher = DISPATCHERS[name](**options)
+    spec = DispatchSpec(
+        num_experts=num_experts,
+        hidden_size=hidden,
+        alignment=alignment,
+        max_tokens=max_tokens,
+        top_k=top_k,
+        num_layers=num_layers,
+    )
     dispatcher.wire(group=group, spec=spec, link=NativeLink())
     return dispatcher
 

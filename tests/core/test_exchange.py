@@ -100,7 +100,7 @@ def wrong_counts(rank, world):
     channel = Channel(parallel_for(world).ep_group)
     x, two = torch.ones(4, 1), torch.tensor([2, 2])
     if rank == 0:  # alone, so a rank that had communicated would hang
-        for send, recv in [([2, 3], [2, 2]), ([2, 2], [2, 1])]:
+        for send, recv in [([2, 3], [2, 2]), ([2, 2], [2, 3])]:
             with pytest.raises(
                 ValueError, match=r"bad: counts do not fit the buffers: send \[2, .\] from 4 rows"
             ):
@@ -114,6 +114,26 @@ def wrong_counts(rank, world):
 
 def test_counts_that_do_not_fit_raise_before_communication():
     assert ranks(2).run(wrong_counts, limit_s=30) == [4.0, 4.0]
+
+
+def partly_filled(rank, world):
+    """Buffers of six rows, of which rank 0 sends three and rank 1 sends one, all to rank 1."""
+    channel = Channel(parallel_for(world).ep_group)
+    send, recv = (torch.tensor(n) for n in ([[0, 3], [0, 1]][rank], [[0, 0], [3, 1]][rank]))
+    x = torch.arange(1.0 + 10 * rank, 7.0 + 10 * rank).unsqueeze(1).requires_grad_()
+    transfer = Transfer(channel, send, recv, "partly")
+    out = transfer.finish(transfer.start(x, num_received=6))
+    out.backward(100 * torch.arange(1.0, 7.0).unsqueeze(1))
+    channel.close()
+    here, there = int(recv.sum()), int(send.sum())
+    return out[:here].flatten().tolist(), x.grad[:there].flatten().tolist(), channel.bytes_sent, out.shape
+
+
+def test_counts_may_leave_room_in_the_buffers():
+    first, second = ranks(2).run(partly_filled)
+    assert first[:3] == ([], [100.0, 200.0, 300.0], 3 * 4)
+    assert second[:3] == ([1.0, 2.0, 3.0, 11.0], [400.0], 3 * 4)  # the gradient of three rows travels back
+    assert first[3] == second[3] == (6, 1)
 
 
 def test_close_reports_a_transfer_that_nobody_waited_for():
@@ -177,9 +197,9 @@ def test_bytes_on_wire(autocast, row_bytes):
     setup = Setup(ep=2, top_k=8, autocast=autocast)
     routes = 8 * 16 * 8 // 2
     per_layer = routes * (
-        4 * row_bytes + 2 * 4
-    )  # dispatch, combine and their reverses; weights there and back
-    counts = 2 * 4 * 8  # each rank tells the other about four experts
+        4 * row_bytes + (4 + 2) + 4
+    )  # dispatch, combine and their reverses; weights there and back, 16-bit ids there
+    counts = 2 * (1 + 4) * 8  # each tells the other how many rows come, and of which of its four experts
     expected = len(SHAPE.moe_blocks) * (per_layer + counts)
     assert ranks(2).run(bytes_on_wire, setup=setup) == [expected] * 2
 

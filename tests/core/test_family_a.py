@@ -18,6 +18,7 @@ from sidestream.parallel.reduction import is_expert
 from sidestream.routing.balance import AuxLoss
 from sidestream.routing.router import Decision, SoftmaxRouter
 from tests.core.build_tiny import (
+    DISPATCHERS,
     Setup,
     local_batch,
     make_model,
@@ -137,7 +138,13 @@ def a4_router(rank, world, ep, dispatcher):
 
 @pytest.mark.parametrize(
     ("world", "ep", "dispatcher"),
-    [(1, 1, "local"), (1, 1, "alltoall"), (2, 1, "local"), (2, 1, "alltoall"), (2, 2, "alltoall")],
+    [
+        (1, 1, "local"),
+        (1, 1, "alltoall"),
+        (2, 1, "local"),
+        (2, 1, "alltoall"),
+        *((2, 2, name) for name in DISPATCHERS if name != "local"),
+    ],
 )
 def test_a4_router_gets_the_whole_gradient(world, ep, dispatcher):
     for y, logits_grad, x_grad in ranks(world).run(a4_router, ep=ep, dispatcher=dispatcher):
@@ -146,8 +153,8 @@ def test_a4_router_gets_the_whole_gradient(world, ep, dispatcher):
         assert x_grad == pytest.approx(4.0, abs=1e-6)
 
 
-def a4_expert_elsewhere(rank, world):
-    model = Scales([1.0, 5.0], parallel_for(2))
+def a4_expert_elsewhere(rank, world, dispatcher):
+    model = Scales([1.0, 5.0], parallel_for(2), dispatcher=dispatcher)
     x = torch.ones(1, requires_grad=True)
     y = model(x, routing_of([[1]]))  # expert 1 sits on rank 1
     model.backward(y.sum() * (rank == 0))  # the loss is rank 0's token alone
@@ -155,8 +162,9 @@ def a4_expert_elsewhere(rank, world):
     return x.grad.item()
 
 
-def test_a4_gradient_comes_back_from_another_rank():
-    assert ranks(2).run(a4_expert_elsewhere) == [5.0, 0.0]
+@pytest.mark.parametrize("dispatcher", [name for name in DISPATCHERS if name != "local"])
+def test_a4_gradient_comes_back_from_another_rank(dispatcher):
+    assert ranks(2).run(a4_expert_elsewhere, dispatcher=dispatcher) == [5.0, 0.0]
 
 
 # a5: top-1 with normalised weights leaves the router untrained

@@ -11,7 +11,7 @@ from sidestream.dispatch.local import LocalDispatcher
 from sidestream.model.moe import local
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.reduction import is_expert
-from tests.core.build_tiny import Setup, full, make_model, parallel_for, run_steps
+from tests.core.build_tiny import DISPATCHERS, Setup, full, make_model, parallel_for, run_steps
 from tests.core.scale_experts import wire
 from tests.rank_pool import ranks
 
@@ -104,7 +104,7 @@ def test_h2_local_dispatcher_needs_all_experts():
     ranks(2).run(h2_local)
 
 
-@pytest.mark.parametrize("name", ["local", "alltoall"])
+@pytest.mark.parametrize("name", DISPATCHERS)
 def test_h2_exact_sizes_have_no_budget(name):
     with pytest.raises(ValueError, match=rf"dispatcher={name}: budget 64"):
         wire(name, num_experts=2).resize(64)

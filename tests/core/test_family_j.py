@@ -1,15 +1,14 @@
 """Rows that the experts compute (case j2)."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from sidestream.dispatch.layout import max_slots
 from sidestream.fusion.base import resolve_alignment
 from sidestream.overlap.path import RoutedPath
-from tests.core.build_tiny import DISPATCHERS, FUSIONS
+from tests.core.build_tiny import DISPATCHERS, FUSIONS, parallel_for
 from tests.core.scale_experts import routing_of, run_path, wire
+from tests.rank_pool import ranks
 
 COUNTS = [13, 1, 1, 1]
 IDS = [[e] for e, count in enumerate(COUNTS) for _ in range(count)]
@@ -22,21 +21,27 @@ def test_j2_experts_are_not_padded_to_the_busiest(name, alignment, rows):
     plan = dispatcher.plan(routing_of(IDS))
     received = dispatcher.dispatch(torch.ones(16, 1), plan).wait()
     assert received.offsets[-1] == rows
-    assert received.row_weights.count_nonzero() == received.rows.count_nonzero() == 16
-    # The buffer: exact where sizes are read, otherwise a bound that depends on the total alone.
-    bound = 16 + 4 * (alignment - 1)
-    assert plan.rows() == len(received.rows) == (rows if name == "alltoall" else bound)
+    assert received.row_weights[:rows].count_nonzero() == received.rows[:rows].count_nonzero() == 16
+    # One rank reads no sizes: a bound that depends on the total alone.
+    assert plan.rows() == len(received.rows) == 16 + 4 * (alignment - 1)
     dispatcher.close()
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
-def test_j2_rows_known_to_be_filled_are_filled(name):
-    ids = [[0]] * 8 + [[1]] * 8  # full segments: nothing but the tail lies behind the rows
-    dispatcher = wire(name, num_experts=2, alignment=8)
-    routing = replace(routing_of(ids), complete=True)
-    received = dispatcher.dispatch(torch.ones(16, 1), dispatcher.plan(routing)).wait()
-    assert received.offsets.tolist() == [8, 16] and received.certain <= 16
+def j2_rows_on_two_ranks(rank, world, name, alignment):
+    """Rows of the expert GEMM when each rank has half of the routes."""
+    dispatcher = wire(name, num_experts=4, alignment=alignment, group=parallel_for(world).ep_group)
+    plan = dispatcher.plan(routing_of(IDS[rank::world]))
+    received = dispatcher.dispatch(torch.ones(8, 1), plan).wait()
+    dispatcher.combine(received.rows, plan).wait()
     dispatcher.close()
+    return len(received.rows), received.exact, int(received.offsets[-1])
+
+
+@pytest.mark.parametrize(("alignment", "rows"), [(1, [14, 2]), (8, [24, 16])])
+@pytest.mark.parametrize("name", [name for name in DISPATCHERS if name != "local"])
+def test_j2_ranks_size_their_buffers_by_their_own_rows(name, alignment, rows):
+    found = ranks(2).run(j2_rows_on_two_ranks, name=name, alignment=alignment)
+    assert found == [(n, True, n) for n in rows]
 
 
 def test_j2_bound_of_rows_does_not_depend_on_the_imbalance():

@@ -14,6 +14,7 @@ from sidestream.dispatch.layout import (
     sum_routes,
     tokens_to_slots,
 )
+from tests.core.poison import poisoned_memory
 
 CASES = [
     # rows, experts, share of routes to nobody
@@ -85,15 +86,63 @@ def test_a_tight_buffer_is_enough(alignment):
 
 
 @pytest.mark.parametrize("alignment", [1, 8])
-def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment):
+@pytest.mark.parametrize(("num_rows", "num_experts", "nobody"), CASES)
+def test_a_buffer_that_is_too_small_drops_the_end_and_says_what_was_needed(
+    num_rows, num_experts, nobody, alignment
+):
+    for seed in range(5):
+        ids = random_ids(num_rows, num_experts, nobody, seed)
+        everything, ends = slow_layout(ids, num_experts, alignment, 0)
+        for budget in {0, alignment, ends[-1] // 2, max(0, ends[-1] - 1), ends[-1], ends[-1] + 8}:
+            layout = expert_layout(
+                torch.tensor(ids, dtype=torch.int64),
+                num_experts=num_experts,
+                alignment=alignment,
+                num_slots=budget,
+                may_overflow=True,
+            )
+            kept = (everything + [-1] * budget)[:budget]
+            assert layout.row_of_slot.tolist() == kept
+            assert layout.slot_of_row.tolist() == [
+                kept.index(row) if row in kept else -1 for row in range(num_rows)
+            ]
+            assert layout.offsets.tolist() == [min(end, budget) for end in ends]
+            assert layout.counts.tolist() == [ids.count(expert) for expert in range(num_experts)]
+            assert layout.needed == ends[-1] and not layout.every_row and not layout.every_slot
+
+
+@pytest.mark.parametrize("segment", [7, 9])
+def test_segments_of_a_fixed_size(segment):
+    ids = [2, 0, -1, 2, 2, 0]
+    layout = expert_layout(torch.tensor(ids), num_experts=3, num_slots=3 * segment, segment=segment)
+    fill = [-1] * segment
+    expected = ([1, 5] + fill)[:segment] + fill + ([0, 3, 4] + fill)[:segment]
+    assert layout.row_of_slot.tolist() == expected
+    assert layout.offsets.tolist() == [segment, 2 * segment, 3 * segment]
+    assert layout.counts.tolist() == [2, 0, 3]
+    assert layout.slot_of_row.tolist() == [expected.index(row) if row in expected else -1 for row in range(6)]
+
+
+@pytest.fixture
+def nan_memory():
+    with poisoned_memory():
+        yield
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment, nan_memory):
     generator = torch.Generator().manual_seed(0)
-    for seed in range(20):
+    for seed in range(40):
         tokens, top_k = seed % 6, 1 + seed % 3
         ids = torch.tensor(random_ids(tokens * top_k, 4, 0.3, seed), dtype=torch.int64)
         slots = max_slots(len(ids), num_experts=4, alignment=alignment) + 2
-        layout = expert_layout(ids, num_experts=4, alignment=alignment, num_slots=slots)
+        if seed >= 20:  # too small a buffer
+            slots = slots // 2
+        layout = expert_layout(
+            ids, num_experts=4, alignment=alignment, num_slots=slots, may_overflow=seed >= 20
+        )
         slot_of_route = layout.slot_of_row.view(tokens, top_k)
-        nobody = (ids.view(tokens, top_k) < 0).all(dim=1)
+        nobody = (slot_of_route < 0).all(dim=1)
 
         # Whole numbers: every sum is exact.
         x = torch.randint(-9, 9, (tokens, 3), generator=generator).float()
@@ -101,8 +150,10 @@ def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment):
         x.requires_grad_()
         rows = tokens_to_slots(x, layout, top_k=top_k)
         for slot, route in enumerate(layout.row_of_slot.tolist()):
-            assert torch.equal(rows[slot], x[route // top_k] if route >= 0 else torch.zeros(3))
+            if slot < layout.offsets[-1]:  # nothing is said about the tail
+                assert torch.equal(rows[slot], x[route // top_k] if route >= 0 else torch.zeros(3))
         grad = torch.randint(-9, 9, rows.shape, generator=generator).float()
+        grad[layout.row_of_slot < 0] = float("nan")
         rows.backward(grad)
         assert torch.equal(x.grad, sum_routes(grad, layout, top_k=top_k))
 
@@ -115,7 +166,8 @@ def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment):
             assert torch.equal(y[token], sum((back[slot] for slot in routes if slot >= 0), zero))
         grad = torch.randint(-9, 9, y.shape, generator=generator).float()
         y.backward(grad)
-        assert torch.equal(back.grad, tokens_to_slots(grad, layout, top_k=top_k))
+        end = layout.offsets[-1]
+        assert torch.equal(back.grad[:end], tokens_to_slots(grad, layout, top_k=top_k)[:end])
 
 
 def test_rows_to_slots_and_back():
@@ -124,15 +176,21 @@ def test_rows_to_slots_and_back():
     x = torch.tensor([[1.0], [float("nan")], [3.0], [4.0]], requires_grad=True)
     y = rows_to_slots(x, layout)
     assert slots_to_rows(y, layout).flatten().tolist() == [1.0, 0.0, 3.0, 4.0]
-    assert y.flatten().tolist() == [3.0, 0.0, 0.0, 0.0, 1.0, 4.0, 0.0, 0.0, 0.0, 0.0]
-    y.backward(torch.arange(10.0).unsqueeze(1))
+    assert y[:8].flatten().tolist() == [3.0, 0.0, 0.0, 0.0, 1.0, 4.0, 0.0, 0.0]
+    grad = torch.arange(10.0).unsqueeze(1)
+    grad[8:] = float("nan")
+    y.backward(grad)
     assert x.grad.flatten().tolist() == [4.0, 0.0, 0.0, 5.0]
 
 
-def test_sum_over_routes_is_fp32():
+@pytest.mark.parametrize("every_row", [False, True])
+def test_sum_over_routes_is_fp32(every_row):
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
     index = torch.arange(3)
-    y = sum_routes(rows, Layout(index, index, counts=index, offsets=index), top_k=3)
+    layout = Layout(
+        index, index, counts=index, offsets=index, needed=index.new_tensor(3), every_row=every_row
+    )
+    y = sum_routes(rows, layout, top_k=3)
     assert y.dtype == torch.bfloat16 and y.item() == 258.0
 
 

@@ -145,10 +145,10 @@ def shortcut_serial(h, make_path, work):
     return a + s + routed
 
 
-FORWARD = """start dispatch.counts, wait dispatch.counts, start dispatch.weights, start dispatch, attention,
-wait dispatch.weights, wait dispatch, experts, start combine, shared, wait combine"""
+FORWARD = """start dispatch.counts, wait dispatch.counts, start dispatch.routes, start dispatch, attention,
+wait dispatch.routes, wait dispatch, experts, start combine, shared, wait combine"""
 BACKWARD = """start combine.backward, shared, wait combine.backward, experts, start dispatch.backward,
-start dispatch.weights.backward, attention, wait dispatch.backward, wait dispatch.weights.backward"""
+start dispatch.routes.backward, attention, wait dispatch.backward, wait dispatch.routes.backward"""
 
 
 def test_backward_mirrors_the_order_of_forward():

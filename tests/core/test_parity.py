@@ -24,7 +24,14 @@ PARAM_TOLERANCE = 1e-6
 # AdamW's first step is rate * g / (|g| + 1e-8): the sign. Rounding of 1e-7 turns the sign of a smaller gradient.
 ADAMW_GRAD_FLOOR = 1e-5
 
-PATHS = [("alltoall", "loop"), ("alltoall", "grouped"), ("local", "loop"), ("local", "grouped")]
+PATHS = [
+    ("alltoall", "loop"),
+    ("alltoall", "grouped"),
+    ("allgather", "grouped"),
+    ("nccl_ep", "grouped"),
+    ("local", "loop"),
+    ("local", "grouped"),
+]
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]  # (ep, edp)
 ROWS = [
     row

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,26 +184,34 @@ class ElasticBuffer:
         def work() -> None:
             if layout is not None:
                 layout()
-
-            def check() -> None:
-                tokens.check()
-                if weights is not None:
-                    weights.check()
-
-            numbers = None if weights is None else weights.get()
-            sent = together(self.group, call, (tokens.get(), numbers), check=check)
-            placement = handle._placement
-            assert placement is not None
-            fill(out, placement.rows, [theirs[0] for theirs in sent])
-            if row_weights is not None:
-                fill(row_weights, placement.rows, [theirs[1] for theirs in sent], by_route=True)
-            if do_zero_padding:  # 2.3: gap rows are zero only then
-                out[placement.pads()] = 0
-                if row_weights is not None:
-                    row_weights[placement.pads()] = 0
+            self._move(handle, call, tokens, weights, out, row_weights)
 
         event = self._launch(work, previous_event, async_with_compute_stream)
         return out, None, row_weights, handle, event  # 2.3: recv_topk_idx is None in expand mode
+
+    def _move(
+        self,
+        handle: EPHandle,
+        call: list[Any],
+        tokens: Input,
+        weights: Input | None,
+        out: Tensor,
+        row_weights: Tensor | None,
+    ) -> None:
+        def check() -> None:
+            tokens.check()
+            if weights is not None:
+                weights.check()
+
+        numbers = None if weights is None else weights.get()
+        sent = together(self.group, call, (tokens.get(), numbers), check=check)
+        placement, do_zero_padding = handle._placement, call[-1]
+        assert placement is not None
+        for target, which in ((out, 0), (row_weights, 1)):
+            if target is not None:
+                fill(target, placement.rows, [theirs[which] for theirs in sent], by_route=which == 1)
+                if do_zero_padding:  # 2.3: gap rows are zero only then
+                    target[placement.pads()] = 0
 
     def _usable(self, previous_event: EventOverlap | None, allocate_on_comm_stream: bool) -> None:
         require(self.alive, "the buffer was destroyed", UseAfterFree)

@@ -122,9 +122,8 @@ class HybridEPBuffer:
         multiple = pad_multiple or 1
         if non_blocking:
             # 3.4: non_blocking requires num_permuted_tokens with P % pad_multiple == 0
-            require(num_permuted_tokens is not None, "non_blocking requires num_permuted_tokens")
-            assert num_permuted_tokens is not None
-            require(num_permuted_tokens % multiple == 0, "num_permuted_tokens % pad_multiple")
+            fits = num_permuted_tokens is not None and num_permuted_tokens % multiple == 0
+            require(fits, "non_blocking requires num_permuted_tokens, a multiple of pad_multiple")
         cached = handle is not None
         if handle is not None:
             require(topk_idx is None and routing_map is None, "cached dispatch: the handle has the routing")

@@ -34,6 +34,7 @@ from tests.core.build_tiny import (
     make_balance,
     make_model,
     make_step,
+    parallel_for,
 )
 from tests.rank_pool import ranks
 
@@ -235,9 +236,11 @@ RECOMPUTE = replace(SHAPE, activation_checkpointing=True)
         Setup(dispatcher="local"),
         Setup(dispatcher="local", alignment=16, accumulation=2, balance="bias"),
         Setup(dispatcher="local", autocast=True, shape=RECOMPUTE),
+        Setup(dispatcher="alltoall"),
+        Setup(dispatcher="nccl_ep", alignment=16),
     ],
 )
-def test_local_grouped_attempt_reads_nothing(setup: Setup) -> None:
+def test_one_rank_reads_nothing(setup: Setup) -> None:
     assert ranks(1).run(attempt_reads, setup=setup) == [[]]
 
 
@@ -257,12 +260,11 @@ def test_loop_on_device_offsets_reads_once_per_layer_and_recompute() -> None:
         Setup(ep=2, alignment=16),
         Setup(ep=2, accumulation=2, fusion="loop", balance="bias"),
         Setup(ep=2, autocast=True, shape=RECOMPUTE),
-        Setup(ep=1),
     ],
 )
 def test_eager_alltoall_reads_once_per_layer_forward_and_never_backward(setup: Setup) -> None:
     for reads in ranks(2).run(attempt_reads, setup=setup):
-        assert {(r.kind, Path(r.file).name, r.phase) for r in reads} == {("tolist", "alltoall.py", "forward")}
+        assert {(r.kind, Path(r.file).name, r.phase) for r in reads} == {("tolist", "packed.py", "forward")}
         assert len(reads) == NUM_MOE_LAYERS * setup.accumulation
         assert len(summarize(reads)) == 1
 
@@ -299,20 +301,34 @@ class CountOps(TorchDispatchMode):
 
 
 def layer_ops(
-    *, dispatcher: str, fusion: str, num_experts: int, top_k: int, alignment: int = 1
+    rank: int,
+    world: int,
+    *,
+    dispatcher: str,
+    fusion: str,
+    num_experts: int,
+    top_k: int,
+    alignment: int = 1,
+    **options: Any,
 ) -> Counter[str]:
-    """Operators of router, dispatch, experts and combine, forward and backward, on one rank."""
+    """Operators of router, dispatch, experts and combine on this rank, forward and backward."""
     shape = replace(SHAPE, num_experts=num_experts)
-    mover: Any = DISPATCHERS[dispatcher]()
+    mover: Any = DISPATCHERS[dispatcher](**options)
     experts: Any = FUSIONS[fusion]()
-    spec = DispatchSpec(num_experts=num_experts, hidden_size=shape.hidden_size, alignment=alignment)
-    mover.wire(group=None, spec=spec, link=NativeLink())
+    spec = DispatchSpec(
+        num_experts=num_experts,
+        hidden_size=shape.hidden_size,
+        alignment=alignment,
+        max_tokens=32,
+        top_k=top_k,
+    )
+    mover.wire(group=parallel_for(world).ep_group, spec=spec, link=NativeLink())
     parts = MoEParts(
         router=SoftmaxRouter(top_k=top_k),
         balance=make_balance("aux"),
         dispatcher=mover,
         fusion=experts,
-        expert_range=(0, num_experts),
+        expert_range=parallel_for(world).expert_range(num_experts),
     )
     ledger = Ledger(torch.zeros(1, num_experts, dtype=torch.int64))
     moe = MoE(shape, parts, layer=0, ledger=ledger)
@@ -330,16 +346,29 @@ def layer_ops(
     return counted.ops
 
 
+# Name, options, ranks.
+MOVERS = [
+    ("local", {}, 1),
+    *((name, {}, 2) for name in DISPATCHERS if name != "local"),
+    *((name, {"capacity_factor": 2.0}, 2) for name in DISPATCHERS if name != "local"),
+    ("alltoall", {}, 1),
+]
+
+
 @pytest.mark.parametrize("alignment", [1, 16])
-@pytest.mark.parametrize("dispatcher", ["local", "alltoall"])
-def test_operators_do_not_grow_with_experts_or_routes(dispatcher: str, alignment: int) -> None:
-    def ops(num_experts: int, top_k: int) -> Counter[str]:
-        return layer_ops(
+@pytest.mark.parametrize(("dispatcher", "options", "world"), MOVERS)
+def test_operators_do_not_grow_with_experts_or_routes(
+    dispatcher: str, options: dict[str, float], world: int, alignment: int
+) -> None:
+    def ops(num_experts: int, top_k: int) -> list[Counter[str]]:
+        return ranks(world).run(
+            layer_ops,
             dispatcher=dispatcher,
             fusion="grouped",
             num_experts=num_experts,
             top_k=top_k,
             alignment=alignment,
+            **options,
         )
 
     few = ops(4, 2)
@@ -348,5 +377,7 @@ def test_operators_do_not_grow_with_experts_or_routes(dispatcher: str, alignment
 
 
 def test_loop_grows_with_experts() -> None:
-    few, many = (layer_ops(dispatcher="local", fusion="loop", num_experts=e, top_k=2) for e in (4, 64))
+    few, many = (
+        ranks(1).run(layer_ops, dispatcher="local", fusion="loop", num_experts=e, top_k=2)[0] for e in (4, 64)
+    )
     assert many.total() - few.total() >= 60

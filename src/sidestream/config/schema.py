@@ -136,6 +136,26 @@ class NoOverlap(Component):
 
 
 @dataclass
+class Overlap(NoOverlap):
+    delay_wgrad: bool = key()
+
+
+@dataclass
+class ChunkedOverlap(Overlap):
+    num_chunks: int = key(low=2)
+
+
+@dataclass
+class ShortcutOverlap(Overlap):
+    tap: str = one_of("auto", "pos1", "pos2", "pos3")
+    mix: str = one_of("add", "cg1", "cg2")
+    tap_norm: bool = key()
+    post_norm: bool = key()
+    double_gating: bool = key()
+    slot: int | str = key(low=0, auto=True)
+
+
+@dataclass
 class Graph(Component):
     lint: bool = False
 
@@ -343,7 +363,13 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "hybrid_ep": LibraryDispatcher,
     },
     "fusion": {"loop": Experts, "grouped": Experts},
-    "overlap": {"none": NoOverlap},
+    "overlap": {
+        "none": NoOverlap,
+        "shared_expert": Overlap,
+        "shortcut": ShortcutOverlap,
+        "chunked": ChunkedOverlap,
+        "two_batch": Overlap,
+    },
     "graph": {"none": Graph},
     "link": {"native": Component, "throttled": ThrottledLink},
     "strategy": {"replicate": Replicate, "fully_shard": FullyShard},

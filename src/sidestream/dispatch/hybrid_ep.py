@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sidestream.dispatch.base import Dispatcher
+from typing import Any
+
 from sidestream.dispatch.dedup import DedupDispatcher
 from sidestream.dispatch.switch import LibrarySwitch
 
@@ -13,7 +14,7 @@ class HybridEPDispatcher(LibrarySwitch):
     name = "hybrid_ep"
     module = "deep_ep"
 
-    def make_torch(self) -> Dispatcher:
+    def make_torch(self) -> Any:
         return DedupDispatcher(
             name=self.name,
             capacity_factor=self.capacity_factor,

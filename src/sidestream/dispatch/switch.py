@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from sidestream.dispatch.base import Dispatcher, DispatchSpec, Pending, Received, Routing
+from sidestream.dispatch.base import DispatchSpec, Pending, Received, Routing
 from sidestream.exchange.link import Link
 
 log = logging.getLogger(__name__)
@@ -78,18 +78,18 @@ class LibrarySwitch:
     ) -> None:
         self.wanted, self.capacity_factor, self.alignment = transport, capacity_factor, alignment
         self.on_overflow, self.wire_dtype = on_overflow, wire_dtype
-        self._chosen: Dispatcher | None = None
+        self._chosen: Any = None
 
-    def make_library(self) -> Dispatcher:
+    def make_library(self) -> Any:
         """The adapter. Called only where the library imports."""
         raise NotImplementedError
 
-    def make_torch(self) -> Dispatcher:
+    def make_torch(self) -> Any:
         """The same contract on torch.distributed."""
         raise NotImplementedError
 
     @property
-    def chosen(self) -> Dispatcher:
+    def chosen(self) -> Any:
         """The transport that runs."""
         assert self._chosen is not None, "wire() first"
         return self._chosen

@@ -26,7 +26,7 @@ class Fusion(Protocol):
     alignment: int | Literal["auto"]
 
     def __call__(self, received: Received, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-        """Run the experts.
+        """Run the experts. One that can put off its weight gradients has `delays_wgrad` and a fourth argument `late`.
 
         Args:
             received: Expert-major rows `[S, H]`; what lies past the last offset is never read.

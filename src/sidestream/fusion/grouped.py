@@ -5,6 +5,7 @@ Legend: S slots, H features, F expert width, L local experts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from sidestream.dispatch.base import Received
 from sidestream.fusion.base import gated_activation
+from sidestream.fusion.late import Late
 
 # The grouped GEMM leaves output and input-gradient rows past the last offset uninitialised (case b3). Everything
 # between the two GEMMs works row by row, so what lies there stays there, and dispatchers read no such row.
@@ -23,18 +25,21 @@ class _GroupedMatmul(torch.autograd.Function):
     """`grouped_mm` whose backward accepts any gradient layout: the CPU kernel insists on contiguous operands."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, late: Late | None = None) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
+        ctx.late = late
         return F.grouped_mm(rows, weight, offs=offsets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         rows, weight, offsets = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=offsets)
-        grad_weight = F.grouped_mm(rows.t(), grad, offs=offsets)
-        return grad_rows, grad_weight, None
+        if ctx.late is not None:
+            put_off = ctx.late.put_off(lambda: F.grouped_mm(rows.t(), grad, offs=offsets), weight)
+            return grad_rows, put_off, None, None
+        return grad_rows, F.grouped_mm(rows.t(), grad, offs=offsets), None, None
 
 
 class GroupedExperts:
@@ -45,15 +50,21 @@ class GroupedExperts:
     """
 
     name = "grouped"
+    delays_wgrad = True
 
     def __init__(self, *, alignment: int | Literal["auto"] = "auto") -> None:
         self.alignment: int | Literal["auto"] = alignment
 
-    def __call__(self, received: Received, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    def __call__(
+        self, received: Received, w_gate_up: Tensor, w_down: Tensor, late: tuple[Late, Late] | None = None
+    ) -> Tensor:
         rows, weights, offsets = received.rows, received.row_weights, received.offsets
         if rows.shape[0] == 0:
             # Keeps an idle rank attached to the graph: its experts get zero gradients, and the reverse exchanges
             # of rows and of weights start, as the other ranks expect (case b1).
+            for put_off, weight in zip(late or (), (w_gate_up, w_down)):
+                put_off.put_off(partial(torch.zeros_like, weight.detach()), weight)
             return rows * weights.unsqueeze(-1).to(rows.dtype) + 0.0 * (w_gate_up.sum() + w_down.sum())
-        gate_up = _GroupedMatmul.apply(rows, w_gate_up, offsets)
-        return _GroupedMatmul.apply(gated_activation(gate_up, weights), w_down, offsets)
+        late_gate_up, late_down = late or (None, None)
+        gate_up = _GroupedMatmul.apply(rows, w_gate_up, offsets, late_gate_up)
+        return _GroupedMatmul.apply(gated_activation(gate_up, weights), w_down, offsets, late_down)

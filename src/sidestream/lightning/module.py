@@ -42,6 +42,7 @@ class Recipe:
         autocast: bf16 autocast of the forward pass.
         data_checksum: Of the corpus.
         changes_model: The schedule or `router.force_balance` computes another function than the plain model.
+        function: Name of the function that the schedule computes.
         initial_weights: Folder of weights to start from; None: from the seed.
     """
 
@@ -53,6 +54,7 @@ class Recipe:
     autocast: bool
     data_checksum: str
     changes_model: bool
+    function: str = "plain"
     initial_weights: Path | None = None
 
 
@@ -122,7 +124,6 @@ class SidestreamModule(LightningModule):
             micro_batch_size=recipe.micro_batch_size,
             autocast=recipe.autocast,
             data_checksum=recipe.data_checksum,
-            seq_length=recipe.seq_length,
             overflow=None if self._restored is None else self._restored.get("overflow"),
         )
         self._seed_rank()
@@ -210,6 +211,7 @@ class SidestreamModule(LightningModule):
             "world_size": self.trainer.world_size,
             "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
             "changes_model": self.recipe.changes_model,
+            "function": self.recipe.function,
             "overflow": self.parallel_strategy.budget.state(),
         }
 
@@ -223,10 +225,13 @@ class SidestreamModule(LightningModule):
                 f"data: the checkpoint was trained on a corpus with checksum {saved['data_checksum'][:12]}, this one "
                 f"has {self.recipe.data_checksum[:12]}; use the interpreter or files of the original run"
             )
-        if saved["changes_model"] != self.recipe.changes_model:
+        if saved["changes_model"] != self.recipe.changes_model or (
+            saved.get("function", "plain") != self.recipe.function
+        ):
             raise ValueError(
-                "overlap or router.force_balance: the checkpoint was trained under a choice that computes another "
-                "model; resume with the choices of the run"
+                f"overlap or router.force_balance: the checkpoint was trained under a choice that computes another "
+                f"model ({saved.get('function', 'plain')}, not {self.recipe.function}); resume with the choices of "
+                f"the run; overlap.enabled=false computes the same model serially"
             )
         self._restored = saved
 

@@ -112,7 +112,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         micro_batch_size: int,
         autocast: bool,
         data_checksum: str,
-        seq_length: int,
         overflow: dict[str, Any] | None = None,
     ) -> None:
         """Prepare the step. After a checkpoint was restored: loading needs gradients that are still None.
@@ -132,7 +131,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             parts.dispatcher,
             self.parallel,
             device=self.root_device,
-            mean_rows=micro_batch_size * seq_length * parts.router.top_k,
+            mean_rows=parts.tokens_per_plan * parts.router.top_k,
         )
         self.budget.load(overflow)
         self._step = TrainingStep(
@@ -174,7 +173,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
             report = step.check(stop_requested=stop_requested(), own=own)
             if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
-                return report, step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
+                break
+        norm = step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
+        if (slots := getattr(step.model.schedule, "slots", None)) is not None:
+            slots.end_step(self.parallel)
+        return report, norm
 
     @override
     def save_checkpoint(

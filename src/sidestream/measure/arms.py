@@ -72,13 +72,16 @@ def compose_layer(conf: Path, shape: LayerShape, arm: str) -> DictConfig:
         raise ValueError(
             f"arm={arm}: expected sidestream/<dispatcher>+<fusion>, such as sidestream/alltoall+grouped"
         )
+    return compose_options(conf, shape, [f"dispatcher={dispatcher}", f"fusion={fusion}", *overrides])
+
+
+def compose_options(conf: Path, shape: LayerShape, overrides: list[str]) -> DictConfig:
+    """The config of train.py for one layer of a shape, with overrides that come last."""
     entry.register()
     with initialize_config_dir(str(conf), version_base="1.3"):
         return compose(
             "train",
             [
-                f"dispatcher={dispatcher}",
-                f"fusion={fusion}",
                 "balance=none",
                 f"router.top_k={shape.top_k}",
                 f"model.hidden_size={shape.hidden_size}",

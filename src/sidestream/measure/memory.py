@@ -8,6 +8,8 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 _SELF = Path("/proc/self")
 
 
@@ -35,3 +37,15 @@ def peak_growth(call: Callable[[], object]) -> int | None:
         return None
     call()
     return max(0, _status_bytes("VmHWM") - before)
+
+
+def peak_on(device: torch.device, call: Callable[[], object]) -> int | None:
+    """`peak_growth` on a CPU; on a GPU how far torch's allocations grow there, without buffers of other libraries."""
+    if device.type != "cuda":
+        return peak_growth(call)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -169,6 +169,11 @@ def describe_routing(
         distinct (token, rank) pairs; above 1 a dispatcher that sends a token once per rank saves bytes. `hash`.
     """
     ids, _ = route(x.float() @ gate.t(), shape.top_k)
+    return describe_ids(shape, ids, world_size=world_size)
+
+
+def describe_ids(shape: LayerShape, ids: Tensor, *, world_size: int) -> dict[str, float | str]:
+    """See `describe_routing`, for expert ids `[T, K]` of which none is missing. Collective."""
     ids = ids.sort(dim=-1).values
     counts = torch.bincount(ids.reshape(-1), minlength=shape.num_experts)
     ranks_of_routes = ids // (shape.num_experts // world_size)

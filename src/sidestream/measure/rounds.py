@@ -32,6 +32,26 @@ def barrier() -> None:
         dist.barrier()
 
 
+def finish_device(device: torch.device) -> None:
+    """Wait until the device has done all that was issued; on a CPU nothing is outstanding."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(part: Callable[[], object], device: torch.device) -> float:
+    """Seconds of this rank from a barrier until `part` and all it has issued to the device is done.
+
+    By the host's clock with the device idle at both ends: nothing that a library puts on a stream of its own is
+    missed, at the price of one launch and one synchronisation, the same for every arm.
+    """
+    barrier()
+    finish_device(device)
+    begin = time.perf_counter()
+    part()
+    finish_device(device)
+    return time.perf_counter() - begin
+
+
 def call(arm: Arm, x: Tensor, output_gradient: Tensor) -> tuple[float, float]:
     """One forward and one backward of an arm, from cleared gradients.
 
@@ -61,7 +81,7 @@ def run_rounds(
     warmup: int,
     seed: int,
 ) -> Tensor:
-    """Time all arms. Collective.
+    """Time all arms of the layer benchmark. Collective.
 
     Args:
         tokens: Number of a draw -> `[T, D]`; every call has a draw of its own. The GEMM library keeps its kernels by
@@ -74,15 +94,40 @@ def run_rounds(
     Returns:
         `[rounds, arms, 2]` float64 seconds of the slowest rank, forward and backward.
     """
-    seconds = torch.zeros(rounds, len(arms), 2, dtype=torch.float64)
+
+    def measure(number: int, index: int) -> tuple[float, float]:
+        times = call(arms[number], tokens(index * len(arms) + number), output_gradient)
+        arms[number].clear_gradients()
+        return times
+
+    return time_rounds(len(arms), measure, parts=2, rounds=rounds, warmup=warmup, seed=seed)
+
+
+def time_rounds(
+    num_arms: int,
+    measure: Callable[[int, int], Sequence[float]],
+    *,
+    parts: int,
+    rounds: int,
+    warmup: int,
+    seed: int,
+) -> Tensor:
+    """Every arm once per round, in the order of `order_of_round`; garbage is collected between rounds only. Collective.
+
+    Args:
+        measure: Number of the arm, number of the round with those of the warm-up -> seconds of this rank, per part.
+        parts: How many figures that are.
+
+    Returns:
+        `[rounds, arms, parts]` float64 seconds of the slowest rank.
+    """
+    seconds = torch.zeros(rounds, num_arms, parts, dtype=torch.float64)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         for index in range(-warmup, rounds):
-            for number in order_of_round(len(arms), index % (2 * len(arms)), seed=seed):
-                x = tokens((index + warmup) * len(arms) + number)
-                times = call(arms[number], x, output_gradient)
-                arms[number].clear_gradients()
+            for number in order_of_round(num_arms, index % (2 * num_arms), seed=seed):
+                times = measure(number, index + warmup)
                 if index >= 0:
                     seconds[index, number] = torch.tensor(times, dtype=torch.float64)
             gc.collect()

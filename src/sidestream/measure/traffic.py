@@ -62,8 +62,9 @@ class CountBytes(TorchDispatchMode):
             total = x.shape[0]
             if total == 0:
                 return 0
-            own = int(splits[self.rank]) if len(splits) else total // self.world
-            return _bytes(x) // total * (total - own)
+            # A buffer may be larger than what the counts say travels.
+            rows = [int(split) for split in splits] if len(splits) else [total // self.world] * self.world
+            return _bytes(x) // total * (sum(rows) - rows[self.rank])
         if name in _GATHER:
             return _bytes(args[_GATHER[name]]) * (self.world - 1)
         if name in _SCATTER:

@@ -40,19 +40,43 @@ class DenseBlock(_AttentionBranch):
     def forward(self, h: Tensor, context: TokenContext) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""
         a = h + self.attention(h, context)
-        return a + self.dropout(run(self.ffn, self.norm(a), recompute=self.recompute))
+        return a + self.feed_forward(a)
+
+    def feed_forward(self, a: Tensor) -> Tensor:
+        """What the feed-forward adds to the residual stream `a` `[B, S, H]`."""
+        return self.dropout(run(self.ffn, self.norm(a), recompute=self.recompute))
 
 
 class MoEUnit(_AttentionBranch):
-    """Attention and an MoE layer; the schedule decides in which order they work."""
+    """Attention and an MoE layer; the schedule decides in which order they work.
+
+    Attributes:
+        before: The dense block in front, where the schedule's routed experts read inside it: the unit then runs
+            both blocks. Belongs to the model's list of blocks, not to this module.
+        extra: What the schedule adds to the model: norms, mixing gates.
+    """
 
     def __init__(
-        self, shape: ModelShape, parts: MoEParts, schedule: Schedule, *, layer: int, ledger: Ledger
+        self,
+        shape: ModelShape,
+        parts: MoEParts,
+        schedule: Schedule,
+        *,
+        layer: int,
+        ledger: Ledger,
+        before: DenseBlock | None = None,
     ) -> None:
         super().__init__(shape)
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.moe = MoE(shape, parts, layer=layer, ledger=ledger)
         self.schedule = schedule
+        self._before = (before,)  # in a tuple it is no submodule
+        make_extra = getattr(schedule, "extra", None)  # a user's own schedule may add nothing
+        self.extra = nn.ModuleDict(make_extra(shape) if make_extra is not None else {})
+
+    @property
+    def before(self) -> DenseBlock | None:
+        return self._before[0]
 
     def forward(self, h: Tensor, context: TokenContext) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""

@@ -19,11 +19,28 @@ class TokenContext:
         mask: `[B or 1, 1, S, S]` bool, True where a token may attend: earlier, and of the same document.
         positions: `[B, S]` int64, position within the document.
         valid: `[T]` bool, False on padding.
+        before: Of the block in front, where one unit runs both; else None.
     """
 
     mask: Tensor | None = None
     positions: Tensor | None = None
     valid: Tensor | None = None
+    before: TokenContext | None = None
+
+    def halves(self, num_sequences: int) -> tuple[TokenContext, TokenContext]:
+        """Of the first and the second half of the sequences; the first is the larger one."""
+
+        def half(part: int) -> TokenContext:
+            def cut(x: Tensor | None) -> Tensor | None:
+                return None if x is None else x.tensor_split(2)[part]
+
+            mask = self.mask if self.mask is None or len(self.mask) == 1 < num_sequences else cut(self.mask)
+            valid = None
+            if self.valid is not None:
+                valid = self.valid.view(num_sequences, -1).tensor_split(2)[part].reshape(-1)
+            return TokenContext(mask, cut(self.positions), valid)
+
+        return half(0), half(1)
 
     @classmethod
     def of(cls, segments: Tensor | None) -> TokenContext:

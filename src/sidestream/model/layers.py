@@ -5,6 +5,7 @@ Legend: H features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,8 +36,16 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.up(x), x)
+
+    def up(self, x: Tensor) -> Tensor:
+        """The first of two parts of `forward`: `[..., H]` -> `[..., F]`."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return F.silu(gate) * up
+
+    def out(self, inner: Tensor, x: Tensor) -> Tensor:
+        """The second: `[..., F]`, and the input of the first, -> `[..., H]`."""
+        return self.down(inner)
 
 
 class GatedSwiGLU(SwiGLU):
@@ -46,12 +55,12 @@ class GatedSwiGLU(SwiGLU):
         super().__init__(hidden_size, ffn_hidden_size)
         self.output_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def out(self, inner: Tensor, x: Tensor) -> Tensor:
+        y = super().out(inner, x)
         return y * torch.sigmoid(self.output_gate(x).float()).to(y.dtype)
 
 
-def run(module: nn.Module, *inputs: Any, recompute: bool) -> Tensor:
+def run(module: Callable[..., Tensor], *inputs: Any, recompute: bool) -> Tensor:
     """Call a module; with `recompute` its activations are dropped and computed again in backward.
 
     Only for modules that hold no exchange and no routing: repeating those would repeat collectives.

@@ -12,23 +12,26 @@ Legend: T tokens, H features, E experts in total, L local experts, F expert widt
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from sidestream.dispatch.base import Dispatcher, Received
+from sidestream.dispatch.base import Dispatcher, Received, Routing
 from sidestream.fusion.base import Fusion
+from sidestream.fusion.late import Late
 from sidestream.model.config import ModelShape
 from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import GatedSwiGLU, SwiGLU, run
 from sidestream.model.ledger import Ledger
 from sidestream.overlap.path import RoutedPath
 from sidestream.routing.balance import Balance
-from sidestream.routing.router import Decision, Router
+from sidestream.routing.router import Decision, Router, joined
 from sidestream.routing.scores import jitter, z_loss
 
 
@@ -38,6 +41,7 @@ class MoEParts:
 
     Attributes:
         expert_range: First and past-the-last global id of this rank's experts.
+        tokens_per_plan: No plan of the dispatcher has more tokens.
     """
 
     router: Router
@@ -45,6 +49,60 @@ class MoEParts:
     dispatcher: Dispatcher
     fusion: Fusion
     expert_range: tuple[int, int]
+    tokens_per_plan: int = 0
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens with the router's decision for them.
+
+    Attributes:
+        x_TH: `[T, H]`, what the routed experts read.
+        decision: For these tokens.
+        logits_TE: `[T, E]` fp32.
+        seq_length: Tokens per sequence.
+    """
+
+    x_TH: Tensor
+    decision: Decision
+    logits_TE: Tensor
+    seq_length: int
+
+    @staticmethod
+    def joined(parts: Sequence[Routed]) -> Routed:
+        """One after another, as if they had been routed together."""
+        return Routed(
+            torch.cat([part.x_TH for part in parts]),
+            joined([part.decision for part in parts]),
+            torch.cat([part.logits_TE for part in parts]),
+            parts[0].seq_length,
+        )
+
+    def chunks(self, num_chunks: int) -> list[Routed]:
+        """Cut the tokens, and the routes of padding behind them, into chunks of nearly equal size."""
+        routing = self.decision.routing
+        extra = routing.expert_ids.shape[0] - self.x_TH.shape[0]
+        x_TH = F.pad(self.x_TH, (0, 0, 0, extra)) if extra else self.x_TH
+        ids, weights = routing.expert_ids.tensor_split(num_chunks), routing.weights.tensor_split(num_chunks)
+        return [
+            replace(self, x_TH=x, decision=replace(self.decision, routing=Routing(i, w, routing.complete)))
+            for x, i, w in zip(x_TH.tensor_split(num_chunks), ids, weights)
+        ]
+
+
+def _bias_against(avoid: Tensor, logits_TE: Tensor, bias: Tensor | None) -> Tensor:
+    """`[T, E]`: the selection bias, and minus infinity at the experts to avoid."""
+    out = torch.zeros_like(logits_TE) if bias is None else bias.expand_as(logits_TE).clone()
+    column = torch.where(avoid < 0, out.shape[1], avoid)
+    return F.pad(out.detach(), (0, 1)).scatter_(1, column, -torch.inf)[:, :-1]
+
+
+@dataclass(frozen=True)
+class LateWeights:
+    """Gate-up and down weights of the local experts, and where their gradients are put off."""
+
+    weights: tuple[Tensor, Tensor]
+    gradients: tuple[Late, Late]
 
 
 class Experts(nn.Module):
@@ -57,13 +115,29 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(num_local, width, hidden))
         self.fusion, self.recompute = fusion, shape.activation_checkpointing
 
-    def forward(self, received: Received) -> Tensor:
+    def forward(self, received: Received, late: LateWeights | None = None) -> Tensor:
         """Rows `[S, H]` -> `[S, H]` in the dtype of the rows."""
-        dtype = received.rows.dtype
-        w_gate_up, w_down = local(self.w_gate_up).to(dtype), local(self.w_down).to(dtype)
+        if late is None:
+            dtype = received.rows.dtype
+            arguments: tuple[Any, ...] = (local(self.w_gate_up).to(dtype), local(self.w_down).to(dtype))
+        else:
+            arguments = (*late.weights, late.gradients)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.fusion, received, w_gate_up, w_down, use_reentrant=False)
-        return self.fusion(received, w_gate_up, w_down)
+            return checkpoint(self.fusion, received, *arguments, use_reentrant=False)
+        return self.fusion(received, *arguments)
+
+    def late_weights(self, dtype: torch.dtype) -> LateWeights:
+        """The weights as `forward` takes them to compute their gradients late, see `fusion.late`.
+
+        Args:
+            dtype: Of the rows.
+        """
+        gradients = (Late(), Late())
+        weights = (
+            gradients[0].token(local(self.w_gate_up).to(dtype)),
+            gradients[1].token(local(self.w_down).to(dtype)),
+        )
+        return LateWeights(weights, gradients)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -99,9 +173,29 @@ class MoE(nn.Module):
         if parts.balance.observes:
             ledger.make_room_to_observe()
 
-    def routed_path(self, x: Tensor, context: TokenContext = PLAIN) -> RoutedPath:
-        """Route `x` `[B, S, H]` and return the path, nothing of which has started but the exchange of counts."""
-        seq_length = x.shape[1]
+    def routed_path(
+        self,
+        x: Tensor,
+        context: TokenContext = PLAIN,
+        *,
+        serial: bool = False,
+        delay_wgrad: bool = False,
+        avoid: Tensor | None = None,
+    ) -> RoutedPath:
+        """Route `x` `[B, S, H]` and return the path, nothing of which has started but the exchange of counts.
+
+        Args:
+            x: What gate and routed experts read.
+            context: Of its tokens.
+            serial, delay_wgrad: See `RoutedPath`.
+            avoid: `[T, K]` int64, experts that a token must not choose, -1 for none.
+        """
+        routed = self.route(x, context, avoid=avoid)
+        self.report(routed)
+        return self.path(routed, serial=serial, delay_wgrad=delay_wgrad)
+
+    def route(self, x: Tensor, context: TokenContext = PLAIN, *, avoid: Tensor | None = None) -> Routed:
+        """The router's decision for `x` `[B, S, H]`, without anything else."""
         x_TH = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             gate_input = x_TH.float()
@@ -109,39 +203,59 @@ class MoE(nn.Module):
                 gate_input = jitter(gate_input, self.jitter)
             logits_TE = gate_input @ self.gate.float().t()
             bias = self.selection_bias if self.parts.balance.uses_bias else None
+            if avoid is not None:
+                bias = _bias_against(avoid, logits_TE, bias)
             decision = self.parts.router(logits_TE, selection_bias=bias, valid=context.valid)
-            if self.training:
-                self._report(decision, logits_TE, seq_length=seq_length)
         if torch.is_autocast_enabled(x.device.type):
             x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
+        return Routed(x_TH, decision, logits_TE, x.shape[1])
+
+    def path(self, routed: Routed, *, serial: bool = False, delay_wgrad: bool = False) -> RoutedPath:
+        """The path of a decision."""
         return RoutedPath(
-            x_TH,
-            decision.routing,
+            routed.x_TH,
+            routed.decision.routing,
             dispatcher=self.parts.dispatcher,
             experts=self.experts,
             layer=self.layer,
+            serial=serial,
+            delay_wgrad=delay_wgrad,
         )
 
-    def _report(self, decision: Decision, logits: Tensor, *, seq_length: int) -> None:
-        """Write into the ledger what balancing and metrics need."""
-        ledger, balance = self.ledger, self.parts.balance
-        ledger.counts[self.layer] += decision.counts
-        if decision.dropped is not None:
-            ledger.dropped[self.layer] += decision.dropped
-        if balance.observes:
-            ledger.observed[self.layer] += balance.observe(decision, self.selection_bias)
-        if balance.z_loss_coefficient:
-            ledger.z.append(z_loss(logits, decision.valid))
-        if balance.needs_global_counts:
-            ledger.probs.append(decision.probs.sum(dim=0))
-        elif (aux := balance.loss(decision, seq_length=seq_length)) is not None:
-            ledger.aux.append(aux)
+    def report(self, *parts: Routed) -> None:
+        """Write into the ledger what balancing and metrics need, of the parts of one micro-batch together."""
+        if not self.training:
+            return
+        routed = parts[0] if len(parts) == 1 else Routed.joined(parts)
+        decision, ledger, balance = routed.decision, self.ledger, self.parts.balance
+        with torch.autocast(routed.x_TH.device.type, enabled=False):
+            ledger.counts[self.layer] += decision.counts
+            if decision.dropped is not None:
+                ledger.dropped[self.layer] += decision.dropped
+            if balance.observes:
+                ledger.observed[self.layer] += balance.observe(decision, self.selection_bias)
+            if balance.z_loss_coefficient:
+                ledger.z.append(z_loss(routed.logits_TE, decision.valid))
+            if balance.needs_global_counts:
+                ledger.probs.append(decision.probs.sum(dim=0))
+            elif (aux := balance.loss(decision, seq_length=routed.seq_length)) is not None:
+                ledger.aux.append(aux)
 
     def shared(self, x: Tensor) -> Tensor:
         """The shared experts on `x` `[B, S, H]`; zeros if there are none."""
         if self.shared_expert is None:
             return torch.zeros_like(x)
         return run(self.shared_expert, x, recompute=self.recompute)
+
+    def shared_up(self, x: Tensor) -> Tensor:
+        """The first part of `shared`: up to the activation."""
+        assert self.shared_expert is not None
+        return run(self.shared_expert.up, x, recompute=self.recompute)
+
+    def shared_down(self, inner: Tensor, x: Tensor) -> Tensor:
+        """The rest of `shared`, from what `shared_up` returned; the two together are bitwise equal to it."""
+        assert self.shared_expert is not None
+        return run(self.shared_expert.out, inner, x, recompute=self.recompute)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32 (case d1)."""

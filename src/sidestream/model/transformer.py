@@ -5,7 +5,8 @@ Legend: B sequences, S tokens, H features, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -43,17 +44,22 @@ class MoETransformer(nn.Module):
 
     def __init__(self, shape: ModelShape, parts: MoEParts, schedule: Schedule) -> None:
         super().__init__()
-        self.shape, self.parts = shape, parts
+        self.shape, self.parts, self.schedule = shape, parts, schedule
         moe_blocks = shape.moe_blocks
         self.ledger = Ledger(torch.zeros(len(moe_blocks), shape.num_experts, dtype=torch.int64))
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(
-            MoEUnit(shape, parts, schedule, layer=moe_blocks.index(i), ledger=self.ledger)
-            if i in moe_blocks
-            else DenseBlock(shape)
-            for i in range(shape.num_layers)
-        )
+        self.blocks = nn.ModuleList()
+        reads_before = getattr(schedule, "reads_before", lambda: False)()
+        for i in range(shape.num_layers):
+            if i not in moe_blocks:
+                self.blocks.append(DenseBlock(shape))
+                continue
+            last = self.blocks[-1] if self.blocks else None
+            before = last if reads_before and isinstance(last, DenseBlock) else None
+            layer = moe_blocks.index(i)
+            unit = MoEUnit(shape, parts, schedule, layer=layer, ledger=self.ledger, before=before)
+            self.blocks.append(unit)
         self.final_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         # A tied head is the embedding's weight: one parameter, one name.
         self.head = (
@@ -64,10 +70,24 @@ class MoETransformer(nn.Module):
         """`[B, S]` int64 -> logits `[B, S, V]`."""
         h = self.dropout(self.embedding(tokens))
         contexts = self._contexts(context, seq_length=tokens.shape[1], device=tokens.device)
-        for block, block_context in zip(self.blocks, contexts):
+        for block, block_context in self.units(contexts):
             h = block(h, block_context)
         h = self.final_norm(h)
         return F.linear(h, self.embedding.weight) if self.head is None else self.head(h)
+
+    def units(self, contexts: Sequence[TokenContext]) -> Iterator[tuple[DenseBlock | MoEUnit, TokenContext]]:
+        """What runs one after another: blocks, but for those that a unit behind them runs."""
+        for i, block in enumerate(self.blocks):
+            if self.runs_in_parts(block):
+                continue
+            context = contexts[i]
+            if isinstance(block, MoEUnit) and block.before is not None:
+                context = replace(context, before=contexts[i - 1])
+            yield block, context  # type: ignore[misc]
+
+    def runs_in_parts(self, block: nn.Module) -> bool:
+        """True for a dense block that the unit behind it runs, see `MoEUnit.before`."""
+        return any(isinstance(unit, MoEUnit) and unit.before is block for unit in self.blocks)
 
     def _contexts(
         self, context: TokenContext, *, seq_length: int, device: torch.device

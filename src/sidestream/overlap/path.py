@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,6 +23,18 @@ class Schedule(Protocol):
         ...
 
 
+class RoutedExperts(Protocol):
+    """The local experts as a path uses them."""
+
+    def __call__(self, received: Received, late: Any = None) -> Tensor:
+        """`Received -> [S, H]`."""
+        ...
+
+    def late_weights(self, dtype: torch.dtype) -> Any:
+        """What to give to the call so that weight gradients are computed later than the rows' gradient."""
+        ...
+
+
 class RoutedPath:
     """Dispatch, experts, combine of one routing.
 
@@ -30,8 +42,10 @@ class RoutedPath:
         x: `[T, H]`, what the routed experts read.
         routing: Its routing. Rows beyond T are routes of zero tokens that pad experts to their capacity.
         dispatcher: Moves the rows.
-        experts: `Received -> [S, H]`.
+        experts: The local experts.
         layer: Index among the MoE layers.
+        serial: Every transfer is waited for where it starts, in both passes; `finish` only hands over its result.
+        delay_wgrad: In backward the experts' weight gradients are computed while the rows' gradient travels.
     """
 
     stages = ("dispatch", "experts", "combine")
@@ -42,10 +56,13 @@ class RoutedPath:
         routing: Routing,
         *,
         dispatcher: Dispatcher,
-        experts: Callable[[Received], Tensor],
+        experts: RoutedExperts,
         layer: int = 0,
+        serial: bool = False,
+        delay_wgrad: bool = False,
     ) -> None:
         self._dispatcher, self._experts = dispatcher, experts
+        self._serial, self._delay_wgrad, self._late = serial, delay_wgrad, None
         self._plan = dispatcher.plan(routing, layer=layer)
         self._num_tokens, self._num_extra = x.shape[0], routing.expert_ids.shape[0] - x.shape[0]
         self._value: Any = F.pad(x, (0, 0, 0, self._num_extra)) if self._num_extra else x
@@ -57,13 +74,24 @@ class RoutedPath:
         assert stage == self.stages[self._next] and self._pending is None, f"{stage} started out of order"
         begin = {"dispatch": self._dispatcher.dispatch, "combine": self._dispatcher.combine}[stage]
         self._pending = begin(self._value, self._plan)
+        if self._serial:
+            self._wait(stage)
+
+    def _wait(self, stage: str) -> None:
+        assert self._pending is not None
+        if stage == "dispatch" and self._delay_wgrad:
+            # Backward runs in the opposite order: between the reverse transfer's start and the wait for it.
+            self._late = self._experts.late_weights(self._value.dtype)
+        self._value = self._pending.wait()
 
     def finish(self, stage: str) -> Any:
         """Wait for a started stage and return its result; after `combine` that is the routed output `[T, H]`."""
         assert stage == self.stages[self._next] and self._pending is not None, (
             f"{stage} finished out of order"
         )
-        self._value, self._pending = self._pending.wait(), None
+        if not self._serial:
+            self._wait(stage)
+        self._pending = None
         if stage == "combine" and self._num_extra:
             self._value = self._value[: self._num_tokens]
         self._next += 1
@@ -72,5 +100,7 @@ class RoutedPath:
     def run(self, stage: str) -> None:
         """Run a compute stage."""
         assert stage == self.stages[self._next] == "experts", f"{stage} run out of order"
-        self._value = self._experts(self._value)
+        self._value = (
+            self._experts(self._value, self._late) if self._delay_wgrad else self._experts(self._value)
+        )
         self._next += 1

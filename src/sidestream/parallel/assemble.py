@@ -54,7 +54,7 @@ def assemble(
         device: Where the parameters live.
         dtype: Parameters' dtype; gate and selection bias are fp32 in any case.
         compute_dtype: Dtype of the expert rows when it differs from `dtype` (autocast).
-        max_tokens: Most tokens of a rank in one forward pass; equal on all ranks.
+        max_tokens: Most tokens of a rank in one plan; equal on all ranks.
     """
     rows_dtype = compute_dtype or dtype
     spec = DispatchSpec(
@@ -74,6 +74,7 @@ def assemble(
         dispatcher=dispatcher,
         fusion=fusion,
         expert_range=parallel.expert_range(shape.num_experts),
+        tokens_per_plan=max_tokens,
     )
     with device:
         model = MoETransformer(shape, parts, schedule)

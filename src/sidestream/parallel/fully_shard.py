@@ -43,7 +43,11 @@ class FullyShard:
         for moe in model.moe_layers():
             fully_shard(moe.experts, mesh=parallel.sparse["edp"], **options)
         for block in model.blocks:
-            fully_shard(block, mesh=parallel.dense, **options)
+            # A block that the unit behind it runs is never called as a whole, so its parts gather for themselves;
+            # its norms stay with the root.
+            pieces = [block.self_attention, block.ffn] if model.runs_in_parts(block) else [block]
+            for piece in pieces:
+                fully_shard(piece, mesh=parallel.dense, **options)
         fully_shard(model, mesh=parallel.dense, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -10,7 +10,7 @@ Legend: T tokens, K routes per token, H features, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -49,6 +49,26 @@ class Decision:
     def ids(self) -> Tensor:
         """`[T, K]` int64, before any is dropped; what balancing counts."""
         return self.routing.expert_ids if self.chosen is None else self.chosen
+
+
+def joined(decisions: Sequence[Decision]) -> Decision:
+    """Decisions for consecutive tokens, as one; without the routes of padding that fill experts up."""
+
+    def cat(parts: Iterable[Tensor | None]) -> Tensor | None:
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if present else None
+
+    routings = [d.routing for d in decisions]
+    dropped = [d.dropped for d in decisions if d.dropped is not None]
+    return Decision(
+        Routing(torch.cat([r.expert_ids for r in routings]), torch.cat([r.weights for r in routings])),
+        probs=torch.cat([d.probs for d in decisions]),
+        counts=torch.stack([d.counts for d in decisions]).sum(0),
+        valid=cat(d.valid for d in decisions),
+        chosen=cat(d.chosen for d in decisions),
+        ranking=cat(d.ranking for d in decisions),
+        dropped=torch.stack(dropped).sum() if dropped else None,
+    )
 
 
 class Router(Protocol):

@@ -1,0 +1,114 @@
+"""Where in a shortcut unit the experts are computed: fixed, or found from times measured in the first steps.
+
+With the experts after K of the steps beside the path, a pass takes
+
+    max(steps before K, dispatch) + experts + max(steps from K on, combine)
+
+so K* is the one that makes the two maxima smallest (arXiv 2404.05019, eq. 11, in the form of a time).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sidestream.parallel.mesh import Parallel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MEASURED_STEPS = 3
+
+
+class Clock:
+    """Seconds of each part of a unit, by name, over the units and passes of the measured steps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+
+def timed(clock: Clock | None, name: str, call: Callable[..., T], *args: Any) -> T:
+    """Call, and take the time if there is a clock."""
+    if clock is None:
+        return call(*args)
+    _synchronize()
+    begin = time.perf_counter()
+    value = call(*args)
+    _synchronize()
+    clock.seconds[name].append(time.perf_counter() - begin)
+    return value
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def best_slot(steps: Sequence[float], *, dispatch: float, combine: float) -> int:
+    """Number of steps before the experts, of `len(steps)`; the earliest of equally good ones.
+
+    Args:
+        steps: Seconds of the steps beside the path, in their order.
+        dispatch, combine: Seconds of the two transfers.
+    """
+
+    def exposed(slot: int) -> float:
+        return max(sum(steps[:slot]), dispatch) + max(sum(steps[slot:]), combine)
+
+    return min(range(len(steps) + 1), key=exposed)
+
+
+class SlotSearch:
+    """The slot of each kind of unit (by tap).
+
+    Args:
+        fixed: The slot, or None to measure.
+        enabled: A serial schedule has nothing to gain and is not measured.
+    """
+
+    def __init__(self, *, fixed: int | None, enabled: bool) -> None:
+        self.fixed, self._measures = fixed, fixed is None and enabled
+        self.found: dict[str, int] = {}
+        self._steps: dict[str, list[str]] = {}
+        self._clocks: dict[str, Clock] = defaultdict(Clock)
+        self._count = 0
+
+    def begin(self, tap: str, steps: list[str], *, training: bool) -> tuple[int, Clock | None]:
+        """The slot for a pass through a unit, and a clock while times are being measured."""
+        self._steps[tap] = steps
+        slot = self.found.get(tap, len(steps) - 1) if self.fixed is None else min(self.fixed, len(steps))
+        measures = self._measures and training and torch.is_grad_enabled()
+        return slot, self._clocks[tap] if measures else None
+
+    def end_step(self, parallel: Parallel) -> None:
+        """After each step on every rank; after the measured ones the slots are decided. Collective once."""
+        self._count += 1
+        if not self._measures or self._count < MEASURED_STEPS:
+            return
+        self._measures = False
+        for tap in sorted(self._steps):
+            names = [*self._steps[tap], "dispatch", "combine"]
+            seconds = [statistics.median(self._clocks[tap].seconds[name]) for name in names]
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=_device(parallel))
+            if parallel.world_size > 1:
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=parallel.control)
+                dist.broadcast(slowest, src=0, group=parallel.control)
+            *steps, dispatch, combine = slowest.tolist()
+            self.found[tap] = best_slot(steps, dispatch=dispatch, combine=combine)
+            if dist.get_rank() == 0:
+                times = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in zip(names, slowest.tolist()))
+                log.info("overlap.slot at %s: %d (%s)", tap, self.found[tap], times)
+        self._clocks.clear()
+
+
+def _device(parallel: Parallel) -> torch.device:
+    kind = parallel.dense.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

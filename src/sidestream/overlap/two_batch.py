@@ -1,0 +1,62 @@
+"""`overlap=two_batch`: the sequences of a micro-batch in two halves; one computes while the other's rows travel.
+
+The same model as `none`; losses over the batch see both halves together. Weight gradients are sums over halves, so
+they are added up in another order. A single sequence is one half, and nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sidestream.overlap.base import Overlap
+from sidestream.overlap.fork import fork
+
+if TYPE_CHECKING:
+    from sidestream.model.block import MoEUnit
+    from sidestream.model.context import TokenContext
+    from sidestream.model.moe import Routed
+    from sidestream.overlap.path import RoutedPath
+
+
+class TwoBatchOverlap(Overlap):
+    """See `Overlap`."""
+
+    name = "two_batch"
+
+    def tokens_per_plan(self, num_sequences: int, seq_length: int, *, padding: int = 0) -> int:
+        return -(-num_sequences // 2) * seq_length + padding
+
+    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
+        halves = [part for part in h.tensor_split(2) if len(part)]
+        contexts = context.halves(len(h))
+        a: list[Any] = []
+        current: list[Any] = []
+        path: list[Any] = []
+        routed: list[Any] = []
+        for half, half_context in zip(halves, contexts):  # the second attention hides the first dispatch
+            stream, inner, route, decision = self._enter(unit, half, half_context)
+            route.start("dispatch")
+            for values, value in zip((a, current, path, routed), (stream, inner, route, decision)):
+                values.append(value)
+        unit.moe.report(*routed)
+        for (
+            half_path
+        ) in path:  # the first experts hide the second dispatch, the second ones the first combine
+            half_path.finish("dispatch")
+            half_path.run("experts")
+            half_path.start("combine")
+        shared = [unit.moe.shared(x) for x in current]  # hides the second combine
+        added = [s + p.finish("combine").view_as(s) for s, p in zip(shared, path)]
+        return torch.cat(a) + unit.dropout(torch.cat(added))
+
+    def _enter(
+        self, unit: MoEUnit, h: Tensor, context: TokenContext
+    ) -> tuple[Tensor, Tensor, RoutedPath, Routed]:
+        """Up to the router: residual stream, input of the shared expert, path, decision."""
+        a = h + unit.attention(h, context)
+        tap, current = fork(unit.norm(a), 2)
+        routed = unit.moe.route(tap, context)
+        return a, current, self.path(unit, routed), routed
