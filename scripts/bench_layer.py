@@ -12,7 +12,6 @@ What is measured, and what not to conclude from it: docs/layer_benchmark.md.
 
 import argparse
 import os
-import platform
 import shlex
 import sys
 from dataclasses import asdict
@@ -22,13 +21,16 @@ from typing import Any
 
 from rich.console import Console
 
+from sidestream.measure import environment as facts
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.report import add_statistics, print_tables, save_picture
 from sidestream.measure.shapes import SHAPES, parse_case
-from sidestream.tracking.folder import code_state, cpu_model, package_versions, write_json_atomic
+from sidestream.tracking.folder import write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER_PACKAGES = ("transformers", "megatron-core", "torchtitan")
+PEER_PROJECTS = ("transformers/", "torchtitan/", "megatron/")
+ROUTINGS = {"uniform": 0.0, "zipf": 1.0}
 SCHEMA_VERSION = 1
 
 
@@ -65,6 +67,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="rounds with fresh tokens and routing each (default 12)")
     add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
     add("--frozen-rounds", type=int, default=0, help="then rounds with the same tokens each (default 0)")
+    add(
+        "--routing",
+        choices=tuple(ROUTINGS),
+        help="uniform: --skew 0; zipf: --skew 1 with the popular experts on rank 0; peers route from the same gate",
+    )
     add("--skew", type=float, default=0.0, help="s of Zipf(s) expert popularity (default 0: uniform)")
     add(
         "--skew-order",
@@ -73,6 +80,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="popular experts on rank 0",
     )
     add("--seed", type=int, default=1234)
+    add(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="ARM",
+        help="arms, as the table names them, to which ratios are given beside those to dense and the fastest peer",
+    )
     add(
         "--malloc",
         choices=("keep", "default"),
@@ -88,6 +102,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parsed = parser.parse_args(argv)
     if parsed.rounds < 1 or parsed.warmup < 0 or parsed.frozen_rounds < 0:
         parser.error("--rounds must be at least 1, --warmup and --frozen-rounds at least 0")
+    if parsed.routing is not None:
+        if parsed.skew or parsed.skew_order != "contiguous":
+            parser.error("--routing: sets --skew and --skew-order; give either")
+        parsed.skew = ROUTINGS[parsed.routing]
+    for name in parsed.against:
+        if name not in (*parsed.arms, "dense") and not name.startswith(("sidestream/", *PEER_PROJECTS)):
+            parser.error(
+                f"--against {name}: expected dense, one of --arms, or a peer's arm, such as megatron/allgather"
+            )
     return parsed
 
 
@@ -119,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         "seed": options.seed,
         "skew": options.skew,
         "skew_order": options.skew_order,
+        "against": options.against,
         "rounds": options.rounds,
         "warmup_rounds": options.warmup,
         "frozen_rounds": options.frozen_rounds,
@@ -130,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         "results": [record for group in groups for record in group["records"]],
     }
     for record in result["results"]:
-        add_statistics(record)
+        add_statistics(record, against=options.against)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(options.out, result)
     save_picture(result, options.out.with_suffix(".png"))
@@ -168,7 +192,6 @@ def job(options: argparse.Namespace, shapes: list[dict[str, Any]], peers: list[s
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
-    commit, dirty = code_state()
     emulated = ["all ranks on one machine, gloo over the loopback"]
     if options.peers != ["none"]:
         emulated.append(
@@ -176,31 +199,15 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         )
     return {
         "device": "cpu",
-        "cpu": cpu_model(),
-        "cpu_count": os.cpu_count(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
+        **facts.machine(),
         "threads_per_rank": 1,
         "malloc": options.malloc,
         "transport": "torch",
         "link": "native",
         "emulated": emulated,
-        "versions": package_versions() | versions_of(PEER_PACKAGES),
-        "commit": commit,
-        "dirty": dirty,
+        "versions": facts.versions(PEER_PACKAGES),
+        **facts.code(),
     }
-
-
-def versions_of(packages: tuple[str, ...]) -> dict[str, str | None]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 if __name__ == "__main__":

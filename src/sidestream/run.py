@@ -254,7 +254,12 @@ def _resume_from(cfg: DictConfig) -> Path | None:
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
     top_k = build.make(cfg.router).top_k  # a user's own router may fix it
-    return account(shape, top_k=top_k, seq_length=cfg.data.seq_length)
+    schedule = build.make(cfg.overlap)
+    with torch.device("meta"):
+        added = schedule.extra(shape).values() if hasattr(schedule, "extra") else ()
+        extra = sum(p.numel() for module in added for p in module.parameters())
+    gates = 2 if getattr(schedule, "double_gating", False) else 1
+    return account(shape, top_k=gates * top_k, seq_length=cfg.data.seq_length, extra_per_unit=extra)
 
 
 def _start_result(

@@ -287,9 +287,9 @@ def test_the_two_libraries_of_one_name_are_told_apart_by_their_text(packages: Ca
     assert availability._found() == frozenset()
     packages("deep_ep/__init__.py", "from .buffer import Buffer")
     assert availability._found() == {"deep_ep"}
-    packages("deep_ep/hybrid_ep_buffer.py", "class HybridEPBuffer:\n    pass")
+    packages("deep_ep/hybrid_ep_buffer.py", "class HybridEPBuffer:  # unlike ElasticBuffer\n    pass")
     assert availability._found() == {"deep_ep", "deep_ep.HybridEPBuffer"}
-    packages("deep_ep/hybrid_ep_buffer.py", "# unlike ElasticBuffer")
+    packages("deep_ep/hybrid_ep_buffer.py")
     packages("deep_ep/__init__.py", "from .buffers.elastic import ElasticBuffer, EPHandle")
     assert availability._found() == {"deep_ep", "deep_ep.ElasticBuffer"}
     packages("nccl/ep/__init__.py")

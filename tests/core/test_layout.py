@@ -116,7 +116,7 @@ def test_segments_of_a_fixed_size(segment):
     ids = [2, 0, -1, 2, 2, 0]
     layout = expert_layout(torch.tensor(ids), num_experts=3, num_slots=3 * segment, segment=segment)
     fill = [-1] * segment
-    expected = ([1, 5] + fill)[:segment] + fill + ([0, 3, 4] + fill)[:segment]
+    expected = [1, 5, *fill][:segment] + fill + [0, 3, 4, *fill][:segment]
     assert layout.row_of_slot.tolist() == expected
     assert layout.offsets.tolist() == [segment, 2 * segment, 3 * segment]
     assert layout.counts.tolist() == [2, 0, 3]

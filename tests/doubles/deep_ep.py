@@ -167,7 +167,7 @@ class ElasticBuffer:
         # 2.3: None means True for a fresh dispatch and False for a cached one
         sync = (not cached) if do_cpu_sync is None else do_cpu_sync
         if handle is not None:
-            self._check_cached(handle, x, topk_idx, topk_weights, num_sms, do_expand, sync)
+            self._check_cached(handle, x, topk_idx, num_sms, do_expand, sync)
         else:
             most = num_max_tokens_per_rank or self.max_tokens
             handle = self._fresh(
@@ -232,15 +232,12 @@ class ElasticBuffer:
         handle: EPHandle,
         x: Tensor,
         topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
         num_sms: int,
         do_expand: bool,
         sync: bool,
     ) -> None:
         # 2.3 backward: topk_idx=None, explicit num_sms, do_expand again for expand handles
-        require(
-            topk_idx is None and topk_weights is None, "cached dispatch: topk_idx and topk_weights are None"
-        )
+        require(topk_idx is None, "cached dispatch: topk_idx is None")
         require(num_sms == handle.num_sms, f"cached dispatch: num_sms={num_sms}, handle {handle.num_sms}")
         require(do_expand == handle.do_expand, "cached dispatch: do_expand as in the handle", Corruption)
         require(x.shape[0] == handle.topk_idx.shape[0], "cached dispatch: the handle's number of tokens")
@@ -354,10 +351,11 @@ class ElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         self._usable(previous_event, allocate_on_comm_stream)
         self._check_tokens(x)  # 2.3: bf16 only, H % 256
-        require(x.shape[0] == handle._rows, f"combine: {x.shape[0]} rows, the handle has {handle._rows}")
+        # 2.3: only compact mode fixes the number of rows; here they must hold every slot of the handle.
+        most = handle._rows
+        require(x.shape[0] <= most, f"combine: {x.shape[0]} rows, the handle has {most}")
         require(bias is None, "double: bias is not modelled")
-        if num_sms == 0:
-            self.get_theoretical_num_sms(handle.num_experts, handle.topk_idx.shape[1])
+        num_sms = num_sms or handle.num_sms
         require(num_sms == handle.num_sms, f"combine: num_sms={num_sms}, handle {handle.num_sms}")
         num_tokens, top_k = handle.topk_idx.shape
         rows, numbers = Input(x, "combine x"), None
@@ -368,7 +366,7 @@ class ElasticBuffer:
                 self.allow_multiple_reduction, "topk_weights without allow_multiple_reduction", DeviceAssert
             )
             require(topk_weights.dtype == torch.float32, "topk_weights: fp32")
-            require(tuple(topk_weights.shape) == (handle._rows,), "topk_weights: [P]")
+            require(tuple(topk_weights.shape) == (x.shape[0],), "topk_weights: one per row")
             require(topk_weights.is_contiguous(), "topk_weights: contiguous")
             numbers = Input(topk_weights, "combine topk_weights")
             weights = garbage(num_tokens, top_k, dtype=torch.float32)
@@ -381,6 +379,8 @@ class ElasticBuffer:
                 rows.check()
                 if numbers is not None:
                     numbers.check()
+                last = placement.rows[-1].slot if placement.rows else -1
+                require(x.shape[0] > last, f"combine: slot {last} read from {x.shape[0]} rows", Corruption)
 
             call = ["combine", handle._index, numbers is not None]
             get = None if numbers is None else numbers.get

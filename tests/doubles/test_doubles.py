@@ -322,7 +322,7 @@ DEEP_TRAPS = {
     deep_event: (InvalidArgument, "allocate_on_comm_stream"),
     deep_combine_weights: (DeviceAssert, "allow_multiple_reduction"),
     deep_fp32: (InvalidArgument, "bf16"),
-    deep_too_few_rows: (InvalidArgument, "combine: 8 rows"),
+    deep_too_few_rows: (Corruption, "read from 8 rows"),
     deep_left: (TeardownOrder, "never destroyed"),
     deep_not_explicit: (TeardownOrder, "explicitly_destroy"),
     deep_different_bounds: (ContractError, "different calls"),

@@ -17,6 +17,7 @@ from sidestream.config.dispatch_check import check_dispatch
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import check_keys
 from sidestream.config.model_check import check_model, moe_blocks
+from sidestream.config.overlap_check import check_overlap
 from sidestream.config.routing_check import check_routing
 
 TRUSTED_TARGETS = ("sidestream", "torch.optim", "lightning")
@@ -82,6 +83,7 @@ def check(
         device_type=device_type,
     )
     check_dispatch(cfg, layout)
+    check_overlap(cfg, layout)
     return layout
 
 

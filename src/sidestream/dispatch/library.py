@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-import os
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,7 +81,7 @@ def version_of(library: Any, distribution: str) -> str:
 def ranks_per_host(group: dist.ProcessGroup) -> int:
     """Ranks of the group on the host with the fewest. Collective."""
     hosts = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, f"{socket.gethostname()} {os.environ.get('HOSTNAME', '')}", group=group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
     return min(hosts.count(host) for host in hosts)
 
 
@@ -191,6 +191,9 @@ class LibraryDispatcher:
         """See `load`."""
         return load(self.name)
 
+    def check(self, spec: DispatchSpec) -> None:
+        """Limits that are in no table; the budget is known. Raises ValueError."""
+
     def open(self) -> None:
         """Make buffers for the current budget. Collective, on every rank."""
         raise NotImplementedError
@@ -223,8 +226,8 @@ class LibraryDispatcher:
         assert group is not None, "a library needs a process group"
         if link.name != "native":
             raise ValueError(
-                f"link={link.name}: dispatcher={self.name} with transport=library moves rows itself, where a link cannot "
-                f"slow it; set dispatcher.transport=torch or link=native"
+                f"link={link.name}: dispatcher={self.name} with transport=library moves rows itself, where a link "
+                f"cannot slow it; set dispatcher.transport=torch or link=native"
             )
         self.align = max(self.own_alignment, spec.alignment)
         ranks = dist.get_world_size(group)
@@ -232,6 +235,7 @@ class LibraryDispatcher:
         if self.capacity_factor is not None:
             self.budget = receive_budget(self.capacity_factor, spec, alignment=self.align)
             self.counter = RowCounter(spec.num_layers, spec.device)
+        self.check(spec)
         problem = None
         if self.library is None:
             self.library, problem = self.import_library()
@@ -268,14 +272,14 @@ class LibraryDispatcher:
             self.counter.reset()
 
     def resize(self, budget: int) -> None:
-        channel, spec = self.wired
+        channel, _ = self.wired
         if self.budget is None:
             raise ValueError(
                 f"dispatcher={self.name}: budget {budget} asked for, but its sizes are exact (eager)"
             )
         assert channel.pending == 0, "resize with calls in flight"
-        rows = receive_budget(budget / (spec.max_tokens * spec.top_k), spec, alignment=self.align)
-        if rows > self.budget:
+        unit = math.lcm(self.align, 64)
+        if (rows := -(-budget // unit) * unit) > self.budget:
             self.budget = rows
             channel.lane.synchronize()
             self.reopen()
@@ -294,6 +298,11 @@ class LibraryDispatcher:
         self.release()
         self._channel.close()
         self._channel = self._spec = self.counter = self.transport = None
+
+
+def buffers(device: torch.device, *kinds: tuple[tuple[int, ...], torch.dtype]) -> Callable[[], list[Tensor]]:
+    """What makes uninitialised tensors of these shapes and types, and keeps nothing alive meanwhile."""
+    return lambda: [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
 
 def known_weights(routing: Routing) -> Tensor:

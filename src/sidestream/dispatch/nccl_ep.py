@@ -13,15 +13,23 @@ Legend: T tokens, K routes per token, H features, L local experts, S slots.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sidestream.dispatch.base import Routing
+from sidestream.dispatch.base import DispatchSpec, Routing
 from sidestream.dispatch.dedup import DedupDispatcher
-from sidestream.dispatch.library import LibraryDispatcher, PendingCall, known_weights, load, received
+from sidestream.dispatch.library import (
+    LibraryDispatcher,
+    PendingCall,
+    buffers,
+    known_weights,
+    load,
+    received,
+)
 from sidestream.dispatch.switch import LibrarySwitch
 from sidestream.exchange.call import Call
 
@@ -50,6 +58,11 @@ class NcclEPDispatcher(LibrarySwitch):
             wire_dtype=self.wire_dtype,
             capped=False,
         )
+
+
+def most_tokens(spec: DispatchSpec) -> int:
+    """Bound on the tokens of a rank as the library takes it."""
+    return -(-spec.max_tokens // TOKENS_UNIT) * TOKENS_UNIT
 
 
 class Slot:
@@ -98,7 +111,7 @@ class NcclEPPlan:
             channel,
             "dispatch.counts",
             forward=dispatcher.take_routing(self.lease),
-            outs=lambda: [torch.empty(n, dtype=torch.int32, device=device) for n in (num_local, 1)],
+            outs=buffers(device, ((num_local,), torch.int32), ((1,), torch.int32)),
         )
         self._call.launch(routing.expert_ids)
 
@@ -145,6 +158,15 @@ class NcclEPLibrary(LibraryDispatcher):
     def import_library(self) -> tuple[Any, str | None]:
         return load(self.name, "nccl.ep.interop.torch")
 
+    def check(self, spec: DispatchSpec) -> None:
+        most = most_tokens(spec)
+        if self.budget is not None and self.budget < most:
+            enough = math.ceil(1000 * most / (spec.max_tokens * spec.top_k)) / 1000
+            raise ValueError(
+                f"dispatcher={self.name}: a buffer of {self.budget} rows, and the library wants room for the {most} "
+                f"tokens of a rank; set dispatcher.capacity_factor={enough:g}"
+            )
+
     def open(self) -> None:
         channel, _ = self.wired
         self._comm = self.library.interop.torch.get_nccl_comm_from_group(channel.group)
@@ -152,17 +174,11 @@ class NcclEPLibrary(LibraryDispatcher):
 
     def _open_group(self) -> None:
         (_, spec), ep = self.wired, self.library
-        most = -(-spec.max_tokens // TOKENS_UNIT) * TOKENS_UNIT
-        if self.budget is not None and self.budget < most:
-            raise ValueError(
-                f"dispatcher={self.name}: a buffer of {self.budget} rows, and the library wants room for the {most} "
-                f"tokens of a rank; set dispatcher.capacity_factor={most / (spec.max_tokens * spec.top_k):.3g}"
-            )
         policy = ep.OverflowPolicy.AUTO if self.budget is None else ep.OverflowPolicy.DROP
         config = ep.GroupConfig(
             algorithm=ep.Algorithm.HIGH_THROUGHPUT,
             num_experts=spec.num_experts,
-            max_dispatch_tokens_per_rank=most,
+            max_dispatch_tokens_per_rank=most_tokens(spec),
             max_recv_tokens_per_rank=self.budget or 0,
             max_token_bytes=spec.hidden_size * spec.dtype.itemsize,
             max_num_sms=MAX_SMS,
@@ -257,42 +273,36 @@ class NcclEPLibrary(LibraryDispatcher):
 
     def dispatch(self, x: Tensor, plan: NcclEPPlan) -> PendingCall:
         channel, spec = self.wired
-        rows, (tokens, top_k) = plan.rows(), plan.routing.expert_ids.shape
-        like = {"dtype": x.dtype, "device": x.device}
-        fp32 = {"dtype": torch.float32, "device": x.device}
+        rows, hidden, (tokens, top_k) = plan.rows(), spec.hidden_size, plan.routing.expert_ids.shape
         call = Call(
             channel,
             "dispatch",
             forward=self._dispatch(plan.lease, backward=False),
-            outs=lambda: [torch.empty(rows, spec.hidden_size, **like), torch.empty(rows, **fp32)],
+            outs=buffers(x.device, ((rows, hidden), x.dtype), ((rows,), torch.float32)),
             num_differentiable=2,
             backward=self._combine(plan.lease, backward=True),
-            grads=lambda: [
-                torch.empty(tokens, spec.hidden_size, **like),
-                torch.empty(tokens, top_k, **fp32),
-            ],
+            grads=buffers(x.device, ((tokens, hidden), x.dtype), ((tokens, top_k), torch.float32)),
             # The backward of combine comes before.
             done=plan.lease.release,
         )
-        tokens_ = call.start(x, known_weights(plan.routing))
+        started = call.start(x, known_weights(plan.routing))
 
         def then(rows_SH: Tensor, weights_S: Tensor) -> Any:
             ends_L = plan.counts()[0].cumsum(0)
             exact = self.budget is None
             return received(rows_SH, weights_S, ends_L, exact=exact, host_offsets=plan.host_offsets)
 
-        return PendingCall(call, tokens_, then)
+        return PendingCall(call, started, then)
 
     def combine(self, rows: Tensor, plan: NcclEPPlan) -> PendingCall:
         channel, spec = self.wired
-        like = {"dtype": rows.dtype, "device": rows.device}
-        num_rows, tokens = rows.shape[0], plan.routing.expert_ids.shape[0]
+        tokens, hidden = plan.routing.expert_ids.shape[0], spec.hidden_size
         call = Call(
             channel,
             "combine",
             forward=self._combine(plan.lease, backward=False),
-            outs=lambda: [torch.empty(tokens, spec.hidden_size, **like)],
+            outs=buffers(rows.device, ((tokens, hidden), rows.dtype)),
             backward=self._dispatch(plan.lease, backward=True),
-            grads=lambda: [torch.empty(num_rows, spec.hidden_size, **like)],
+            grads=buffers(rows.device, (tuple(rows.shape), rows.dtype)),
         )
         return PendingCall(call, call.start(rows), lambda out: out)

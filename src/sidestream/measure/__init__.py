@@ -1,1 +1,1 @@
-"""Measuring one layer against others: shapes, inputs, rounds, peers, reports. Used by `scripts/bench_layer.py`."""
+"""Measuring one layer, or dispatchers alone, against others: shapes, inputs, rounds, peers, reports."""

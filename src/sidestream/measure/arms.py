@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from sidestream.build import make, model_shape
-from sidestream.dispatch.base import DispatchSpec
+from sidestream.dispatch.base import Dispatcher, DispatchSpec
 from sidestream.exchange.link import NativeLink
 from sidestream.fusion.base import resolve_alignment
 from sidestream.launch import entry
@@ -36,6 +36,7 @@ class Arm:
         grads: Gradients after a backward, in our layout (see `problem.Answer`, without `x`); None: the arm computes
             another function and is not checked against the reference.
         close: Releases what the arm holds; collective.
+        dispatcher: What moves its rows, of Sidestream's arms.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Arm:
     module: nn.Module
     grads: Callable[[], dict[str, Tensor]] | None = None
     close: Callable[[], None] = lambda: None
+    dispatcher: Dispatcher | None = None
 
     def clear_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -148,4 +150,4 @@ def sidestream_arm(
         experts = layer.experts
         return {"gate": layer.gate.grad, "w_gate_up": experts.w_gate_up.grad, "w_down": experts.w_down.grad}  # type: ignore[dict-item]
 
-    return Arm(name, "sidestream", forward, layer, grads, dispatcher.close)
+    return Arm(name, "sidestream", forward, layer, grads, dispatcher.close, dispatcher)

@@ -190,7 +190,7 @@ def _build(
 
 
 def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
-    job, shape, world_size = case.job, case.shape, dist.get_world_size()
+    shape, world_size = case.shape, dist.get_world_size()
     say(f"shape {shape.name}, {world_size} rank(s), routing {case.kind}: checking {len(case.arms)} arms")
     errors = _check(case)
     traffic = {arm.name: _bytes(arm, case.given(CHECKED)) for arm in case.arms}
@@ -279,7 +279,6 @@ def _static(arm: DispatcherArm, case: Case) -> dict[str, Any]:
         "budget_rows": budget,
         "needed_rows": int(most),
         "dropped_share": int(lost) / routes,
-        "pinned_bytes": activation_bytes(budget, case.shape, value_bytes=case.x.element_size()),
         "needed_bytes": activation_bytes(int(most), case.shape, value_bytes=case.x.element_size()),
     }
 
@@ -330,7 +329,8 @@ def _bytes(arm: DispatcherArm, given: Given) -> dict[str, Any]:
     rows_held = torch.tensor([arm.received.rows.shape[0]])
     dist.all_reduce(rows_held, op=dist.ReduceOp.MAX)
     arm.clear()
-    return {"bytes": parts if said else None, "buffer_rows": int(rows_held)}
+    pinned = activation_bytes(int(rows_held), arm.shape, value_bytes=given.x.element_size())
+    return {"bytes": parts if said else None, "buffer_rows": int(rows_held), "pinned_bytes": pinned}
 
 
 def _peak(arm: DispatchArm, given: Given) -> int | None:

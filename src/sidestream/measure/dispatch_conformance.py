@@ -77,12 +77,12 @@ def found_by(arm: DispatcherArm, given: Given, scales: Tensor) -> Outcome:
     plan = dispatcher.plan(replace(given.routing, weights=weights))
     rows = scale_rows(dispatcher.dispatch(x, plan).wait(), mine)
     output = dispatcher.combine(rows, plan).wait()
-    grads = torch.autograd.grad(output, [x, weights, mine], given.output_gradient)
+    for_x, for_weights, for_scales = torch.autograd.grad(output, [x, weights, mine], given.output_gradient)
     dropped = dispatcher.dropped()
     total = torch.tensor([0 if dropped is None else int(dropped.sum())])
     dist.all_reduce(total)
     dispatcher.reset_needed()
-    return Outcome(output.detach(), *grads, dropped=int(total))
+    return Outcome(output.detach(), for_x, for_weights, for_scales, dropped=int(total))
 
 
 def wanted(given: Given, shape: LayerShape, scales: Tensor, *, ids: Tensor) -> Outcome:

@@ -6,6 +6,7 @@ Legend: T tokens of this rank, D features.
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sidestream.measure import peers
 from sidestream.measure.arms import Arm, dense_arm, sidestream_arm
+from sidestream.measure.dispatch_routing import activation_bytes
 from sidestream.measure.memory import peak_growth
 from sidestream.measure.problem import (
     Answer,
@@ -96,6 +98,11 @@ class Case:
         )
 
 
+def run_plain(plain: dict[str, Any], *, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """`run_job` for a job in plain types."""
+    return run_job(Job.from_json(plain), say=say)
+
+
 def run_job(job: Job, *, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Measure every shape. Collective over the default process group, which exists also for one rank.
 
@@ -157,7 +164,11 @@ def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
     say(
         f"shape {shape.name}, {dist.get_world_size()} rank(s): checking {len(case.arms)} arms, then timing them"
     )
+    _leave_out_overflowing(case, x)
     errors = check(case, x, output_gradient)
+    for arm in case.arms:
+        if arm.dispatcher is not None:
+            arm.dispatcher.reset_needed()
     gc.collect()
     load_before = os.getloadavg()
     fresh = run_rounds(
@@ -179,6 +190,7 @@ def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
             seed=job.seed,
         )
     load_after = os.getloadavg()
+    static = [_static(arm, case) for arm in case.arms]
     sent, peak = _bytes_and_memory(case.arms, x, output_gradient)
     arms = {}
     for number, arm in enumerate(case.arms):
@@ -189,6 +201,8 @@ def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
             "peak_memory_bytes": peak[number],
             "bytes_on_wire": sent[number],
             "error": errors.get(arm.name),
+            "transport": None if arm.dispatcher is None else arm.dispatcher.transport,
+            "static": static[number],
         }
     return {
         "shape": shape.name,
@@ -204,6 +218,44 @@ def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
         "load_average": {"before": list(load_before), "after": list(load_after)},
         "left_out": case.left_out,
         "arms": arms,
+    }
+
+
+def _leave_out_overflowing(case: Case, x: Tensor) -> None:
+    """Close static arms that lose routes of `x`: they would do less work than the others. Collective."""
+    for arm in list(case.arms):
+        if arm.dispatcher is None or arm.dispatcher.budget is None:
+            continue
+        arm.forward(x)
+        found = _static(arm, case)
+        assert found is not None
+        if found["dropped_routes"]:
+            routes = case.shape.tokens * case.shape.top_k
+            enough = math.ceil(100 * found["needed_rows"] / routes) / 100
+            case.left_out[arm.name] = (
+                f"{found['dropped_routes']} of {routes * dist.get_world_size()} routes find no room in "
+                f"{found['budget_rows']} rows per rank; expected dispatcher.capacity_factor={enough} or more"
+            )
+            case.arms.remove(arm)
+            arm.close()
+
+
+def _static(arm: Arm, case: Case) -> dict[str, int] | None:
+    """Budget of a static arm, the most rows a rank needed and the routes of all ranks that were lost. Collective."""
+    dispatcher = arm.dispatcher
+    if dispatcher is None or dispatcher.budget is None:
+        return None
+    needed, dropped = dispatcher.needed(), dispatcher.dropped()
+    assert needed is not None and dropped is not None
+    most, lost = needed.max().reshape(1), dropped.sum().reshape(1)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(lost)
+    value_bytes = case.dtype.itemsize
+    return {
+        "budget_rows": dispatcher.budget,
+        "needed_rows": int(most),
+        "dropped_routes": int(lost),
+        "pinned_bytes": activation_bytes(dispatcher.budget, case.shape, value_bytes=value_bytes),
     }
 
 

@@ -26,11 +26,14 @@ class Failed(Exception):
     """A rank ended badly; the message is for the user."""
 
 
-def run_ranks(job: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+def run_ranks(
+    job: dict[str, Any], *, world_size: int, module: str = "sidestream.measure.layer"
+) -> dict[str, Any]:
     """Run `sidestream.measure.worker` on every rank, one thread each.
 
     Args:
-        job: `layer.Job` in plain types, and `malloc`.
+        job: The module's `Job` in plain types, and `malloc`.
+        module: Its `run_plain(job, say=...)` returns the records.
 
     Returns:
         `records`, `pinned`, `memory_kept`.
@@ -41,7 +44,7 @@ def run_ranks(job: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     layout = Layout(world_size, world_size, world_size, 1, 1, 1, "cpu")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sidestream-")))
-        write_json_atomic(folder / "job.json", job)
+        write_json_atomic(folder / "job.json", {**job, "module": module})
         processes = []
         for rank in range(world_size):
             log = stack.enter_context((folder / f"log{rank}").open("wb"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,23 @@ def summarize(values: list[float]) -> dict[str, float]:
     }
 
 
-def add_statistics(record: dict[str, Any]) -> None:
+def add_statistics(record: dict[str, Any], *, against: Sequence[str] = ()) -> None:
     """Fill in a shape's record, from the rounds of its arms.
 
     Each arm gets `forward_ms` and `forward_backward_ms`, `ratio_to_dense` and `ratio_to_fastest_peer` (by minimum and
     by median, forward and backward together), and the same under `frozen` where there are frozen rounds. The record
     gets `fastest_peer` (its name by minimum and by median), null without peers.
+
+    Args:
+        against: Names of arms; each arm gets its ratio to them in `ratio_to`, null to one that is not there.
     """
     arms = record["arms"]
     record["fastest_peer"] = _compare(arms, rounds="rounds_ms")
+    for arm in arms.values():
+        arm["ratio_to"] = {
+            name: _ratio(arm, dict.fromkeys(STATISTICS, arms[name])) if name in arms else None
+            for name in against
+        }
     if all(arm["frozen_rounds_ms"] is not None for arm in arms.values()):
         frozen = {name: {key: arm[key] for key in ("kind", "frozen_rounds_ms")} for name, arm in arms.items()}
         _compare(frozen, rounds="frozen_rounds_ms")
@@ -83,7 +92,8 @@ def table(record: dict[str, Any], *, precision: str, peers: str) -> Table:
     frozen = any("frozen" in arm for arm in record["arms"].values())
     out = Table(title=title, title_justify="left")
     out.add_column("arm", no_wrap=True)
-    columns = ["fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer"]
+    against = next(iter(record["arms"].values())).get("ratio_to", {})
+    columns = ["fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer", *(f"x {n}" for n in against)]
     for column in [*columns, *(["frozen fwd+bwd"] if frozen else []), "peak MiB", "sent MB"]:
         out.add_column(column, justify="right")
     for name, arm in record["arms"].items():
@@ -94,6 +104,7 @@ def table(record: dict[str, Any], *, precision: str, peers: str) -> Table:
             f"{both['q1']:.1f} - {both['q3']:.1f}",
             _pair(arm["ratio_to_dense"]),
             _pair(arm["ratio_to_fastest_peer"]),
+            *(_pair(arm["ratio_to"][name]) for name in against),
         ]
         if frozen:
             row.append(_pair(arm["frozen"]["forward_backward_ms"], digits=1))
@@ -114,6 +125,13 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         )
         for name, reason in record["left_out"].items():
             console.print(f"left out: {name}: {reason}", style="yellow", highlight=False)
+        for name, arm in record["arms"].items():
+            if static := arm.get("static"):
+                console.print(
+                    f"{name}: {static['budget_rows']} rows per rank, at most {static['needed_rows']} needed, "
+                    f"{static['dropped_routes']} routes lost in all rounds",
+                    highlight=False,
+                )
     for name, reason in result["peers_left_out"].items():
         console.print(f"left out: {name}: {reason}", style="yellow", highlight=False)
     before, after = result["load_average"]["before"][0], result["load_average"]["after"][0]

@@ -1,8 +1,9 @@
-"""One rank of the layer benchmark: `python -m sidestream.measure.worker --folder <folder>`, started by `ranks.py`."""
+"""One rank of a measurement: `python -m sidestream.measure.worker --folder <folder>`, started by `ranks.py`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -42,13 +43,13 @@ def main() -> int:
 
     import torch
 
-    from sidestream.measure.layer import Job, run_job
     from sidestream.parallel.world import join_world, leave_world
 
+    module = importlib.import_module(plain.pop("module"))
     torch.set_num_threads(1)
     join_world(env, torch.device("cpu"), timeout=timedelta(seconds=300))
     try:
-        records = run_job(Job.from_json(plain), say=print if env.rank == 0 else lambda _: None)
+        records = module.run_plain(plain, say=print if env.rank == 0 else lambda _: None)
     except (ValueError, NotImplementedError) as error:
         (folder / f"error{env.rank}").write_text(str(error), encoding="utf-8")
         return 1

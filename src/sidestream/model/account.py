@@ -29,8 +29,16 @@ class Account:
     flops_per_token: int
 
 
-def account(shape: ModelShape, *, top_k: int, seq_length: int) -> Account:
-    """Count parameters and FLOPs of `shape` at a sequence length."""
+def account(shape: ModelShape, *, top_k: int, seq_length: int, extra_per_unit: int = 0) -> Account:
+    """Count parameters and FLOPs of `shape` at a sequence length.
+
+    Args:
+        shape: Model shape.
+        top_k: Routed experts that a token uses in a layer.
+        seq_length: Tokens per sequence.
+        extra_per_unit: Parameters that a schedule adds to each MoE block: norms and gates, which every token uses
+            and whose FLOPs are not counted.
+    """
     hidden, moe_blocks = shape.hidden_size, len(shape.moe_blocks)
     linears, scores_width, attention_norms = _attention(shape)
     expert = 3 * hidden * shape.expert_hidden_size
@@ -41,7 +49,7 @@ def account(shape: ModelShape, *, top_k: int, seq_length: int) -> Account:
     matmul = shape.num_layers * linears + ffns + moe_blocks * shared  # parameters that multiply every token
     fixed = matmul + embedding * (1 if shape.tie_embeddings else 2)
     fixed += shape.num_layers * (2 * hidden + attention_norms) + hidden  # norms
-    fixed += moe_blocks * shape.num_experts * hidden  # gates
+    fixed += moe_blocks * (shape.num_experts * hidden + extra_per_unit)  # gates
     total = fixed + moe_blocks * shape.num_experts * expert
     active = fixed + moe_blocks * top_k * expert
 
