@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import sys
+import uuid
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -201,6 +202,7 @@ def measure(options: argparse.Namespace, cases: list[Case], start: int, *, comma
         "load_average": load,
         "environments": [
             {
+                "id": uuid.uuid4().hex[:12],
                 "command": command,
                 "started": started,
                 **environment.machine(),

@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     write_json_atomic(options.out, result)
     save_picture(result, options.out.with_suffix(".png"))
     # A file or a pipe has no width: the tables need this much.
-    print_tables(result, Console() if sys.stdout.isatty() else Console(width=140))
+    print_tables(result, Console() if sys.stdout.isatty() else Console(width=180))
     print(options.out, options.out.with_suffix(".png"))
     return 0
 

@@ -1,4 +1,4 @@
-"""Writes the result tables of README.md and docs/layer_benchmark.md, and docs/loss.png, from docs/results/.
+"""Writes the result tables of README.md and the benchmarks' pages, and docs/loss.png, from docs/results/.
 
 python scripts/render_readme.py                                the same as `make readme`
 python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
@@ -20,6 +20,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from plot_loss import main as plot_loss
 
+from sidestream.measure.dispatch_report import markdown
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 
 REPOSITORY = Path(__file__).parents[1]
@@ -34,6 +35,10 @@ BENCHMARK = REPOSITORY / "docs" / "layer_benchmark.md"
 BENCHMARK_RESULT = RESULTS / "bench_layer.json"  # what scripts/bench_layer.py wrote, unchanged
 BENCHMARK_BEGIN = "<!-- bench_layer begin: written by `make readme` -->"
 BENCHMARK_END = "<!-- bench_layer end -->"
+DISPATCH = REPOSITORY / "docs" / "dispatch_benchmark.md"
+DISPATCH_RESULT = RESULTS / "bench_dispatch.json"  # what scripts/bench_dispatch.py wrote, unchanged
+DISPATCH_BEGIN = "<!-- bench_dispatch begin: written by `make readme` -->"
+DISPATCH_END = "<!-- bench_dispatch end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -48,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
             take(arguments.run)
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
         write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
+        page = DISPATCH.read_text(encoding="utf-8")
+        if (rendered := render_dispatch(page)) != page:
+            write_text_atomic(DISPATCH, rendered)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -97,6 +105,16 @@ def render_benchmark(page: str) -> str:
     return _between(BENCHMARK.name, page, BENCHMARK_BEGIN, BENCHMARK_END, benchmark_table(result))
 
 
+def render_dispatch(page: str) -> str:
+    """Returns docs/dispatch_benchmark.md with its table replaced; unchanged as long as nothing was measured."""
+    if not DISPATCH_RESULT.exists():
+        return page
+    result = json.loads(DISPATCH_RESULT.read_text(encoding="utf-8"))
+    picture = f"![Dispatch and combine of every arm](results/{DISPATCH_RESULT.stem}.png)"
+    content = f"{picture}\n\n{markdown(result)}"
+    return _between(DISPATCH.name, page, DISPATCH_BEGIN, DISPATCH_END, content)
+
+
 def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
@@ -107,15 +125,19 @@ def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
 
 def benchmark_table(result: dict[str, Any]) -> str:
     """Returns the Markdown table of a layer benchmark: forward + backward over dense, minimum / median."""
-    lines = ["| shape | ranks | arm | x dense | x fastest peer | peak MiB |", "|---|---|---|---|---|---|"]
+    named = result.get("against", [])
+    columns = ["shape", "ranks", "arm", "x dense", "x fastest peer", *(f"x `{name}`" for name in named)]
+    columns.append("peak MiB")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case in result["results"]:
         for name, arm in case["arms"].items():
             if name == "dense":
                 continue
             dense, peer = (_pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer"))
+            others = "".join(f" {_pair(ratio)} |" for ratio in arm.get("ratio_to", {}).values())
             memory = arm["peak_memory_bytes"] / 2**20
             shape, ranks = case["shape"], case["world_size"]
-            lines.append(f"| {shape} | {ranks} | `{name}` | {dense} | {peer} | {memory:.0f} |")
+            lines.append(f"| {shape} | {ranks} | `{name}` | {dense} | {peer} |{others} {memory:.0f} |")
     load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
     machine = f"{result['cpu']}, one thread and core a rank, torch {result['versions']['torch']}, {result['precision']}"
     facts = [
@@ -127,8 +149,8 @@ def benchmark_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"* {fact}." for fact in facts)])
 
 
-def _pair(ratio: dict[str, float]) -> str:
-    return f"{ratio['min']:.2f} / {ratio['median']:.2f}"
+def _pair(ratio: dict[str, float] | None) -> str:
+    return "-" if ratio is None else f"{ratio['min']:.2f} / {ratio['median']:.2f}"
 
 
 def table(result: dict[str, Any], machine: dict[str, Any]) -> str:

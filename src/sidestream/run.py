@@ -274,7 +274,8 @@ def _start_result(
         device=layout.device_type,
         world_size=layout.world_size,
         expert_parallel_size=layout.expert_parallel_size,
-        transport="torch" if layout.expert_parallel_size > 1 else None,
+        # What `transport=auto` decides on a GPU is known once the ranks have met.
+        transport="torch" if layout.expert_parallel_size > 1 and layout.device_type == "cpu" else None,
         link=launch.choices.get("link") if launch else None,
         seed=cfg.seed,
         precision=cfg.trainer.precision,
@@ -314,8 +315,15 @@ def _end_result(
         start,
         status="interrupted" if module.stopping else "finished",
         metrics=metrics,
+        transport=_transport(module, strategy),
         overflow=Overflow(**strategy.budget.result()),
     )
+
+
+def _transport(module: SidestreamModule, strategy: ExpertParallelStrategy) -> str | None:
+    """What moved the rows; a user's own dispatcher may not say."""
+    named = getattr(module.model.parts.dispatcher, "transport", None)
+    return named if strategy.expert_parallel_size > 1 else None
 
 
 def _peak_memory(strategy: ExpertParallelStrategy) -> int:

@@ -161,6 +161,12 @@ NCCL, DEEP, HYBRID = (
         ),
         (
             H100,
+            [*NCCL, "data.seq_length=2048", "data.global_batch_size=48"],  # 6 sequences per rank
+            "data.micro_batch_size=auto: 12288 tokens per rank",
+            "set data.micro_batch_size=3",
+        ),
+        (
+            H100,
             [*NCCL, "data.seq_length=16384"],
             "data.micro_batch_size=auto: 16384 tokens per rank",
             "set dispatcher.transport=torch",
@@ -194,7 +200,7 @@ NCCL, DEEP, HYBRID = (
         (
             replace(H100, gpus=2),
             [*NCCL, "model.num_experts=6"],
-            "model.num_experts=6: 6 experts per machine, and NCCL EP takes multiples of 4",
+            "model.num_experts=6: 6 experts on one machine, and NCCL EP takes multiples of 4",
             "set dispatcher.transport=torch",
         ),
         (replace(H100, gpus=2), [*NCCL, "model.num_experts=12"], "", ""),
@@ -206,7 +212,21 @@ NCCL, DEEP, HYBRID = (
             "fusion.alignment=24: NCCL EP pads the rows of an expert to powers of two",
             "set fusion.alignment=32",
         ),
-        (H100, [*DEEP, "fusion.alignment=24"], "", ""),
+        (
+            H100,
+            [*DEEP, "fusion.alignment=24"],
+            "fusion.alignment=24: DeepEP v2 pads",
+            "set fusion.alignment=32",
+        ),
+        (H100, ["dispatcher=deep_ep", "dispatcher.transport=torch", "fusion.alignment=24"], "", ""),
+        # the wire
+        (
+            H100,
+            [*NCCL, "link=throttled"],
+            "link=throttled: NCCL EP moves rows itself, where a link cannot slow it",
+            "set dispatcher.transport=torch",
+        ),
+        (H100, ["dispatcher=nccl_ep", "link=throttled", "dispatcher.transport=torch"], "", ""),
         # a static buffer: 256 tokens, top-2
         (
             H100,
@@ -252,11 +272,11 @@ def test_fewer_tokens_where_ranks_are_on_several_machines(
     assert (line == "") == fits
 
 
-def test_experts_of_a_machine_count_when_a_group_spans_several(refusal: Callable[..., str]):
-    overrides = (*NCCL, "model.num_experts=4")
-    assert refusal(H100, *overrides, world_size=4, local_world_size=4) == ""
-    line = refusal(H100, *overrides, world_size=4, local_world_size=2)
-    assert line.startswith("model.num_experts=4: 2 experts per machine, and NCCL EP takes multiples of 4")
+def test_experts_are_counted_where_all_ranks_share_a_machine(refusal: Callable[..., str]):
+    overrides = (*NCCL, "model.num_experts=6", "data.global_batch_size=6", "strategy.expert_parallel_size=6")
+    line = refusal(H100, *overrides, world_size=6, local_world_size=6)
+    assert line.startswith("model.num_experts=6: 6 experts on one machine, and NCCL EP takes multiples of 4")
+    assert refusal(H100, *overrides, world_size=6, local_world_size=3) == ""
 
 
 def test_a_users_own_dispatcher_may_have_other_keys_of_the_same_name(

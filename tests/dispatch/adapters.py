@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def hidden(self) -> int:
-        return 256 if self.name == "deep_ep" else 16
+        return self.spec.get("hidden_size", 256 if self.name == "deep_ep" else 16)
 
 
 def make(setup: Setup) -> Any:
@@ -139,15 +139,21 @@ def draw(setup: Setup, world: int, *, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(x=x, ids=ids, w=w, grad=grad, scale=scale, world=world)
 
 
+def to_device(p: SimpleNamespace, device: torch.device) -> SimpleNamespace:
+    """The same problem on a GPU."""
+    moved = {name: [t.to(device) for t in getattr(p, name)] for name in ("x", "ids", "w", "grad")}
+    return SimpleNamespace(**moved, scale=p.scale.to(device), world=p.world)
+
+
 class Experts(torch.autograd.Function):
     """`tanh(row * scale) * weight`; what lies past the last offset is NaN in both directions."""
 
     @staticmethod
     def forward(ctx, rows, weights, scale_LH, offsets):
         n = int(offsets[-1])
-        expert = torch.searchsorted(offsets, torch.arange(n), right=True)
+        expert = torch.searchsorted(offsets, torch.arange(n, device=rows.device), right=True)
         ctx.save_for_backward(rows, weights, scale_LH, expert)
-        out = garbage(*rows.shape, dtype=rows.dtype)
+        out = garbage(*rows.shape, dtype=rows.dtype).to(rows.device)
         out[:n] = (torch.tanh(rows[:n].float() * scale_LH[expert]) * weights[:n, None]).to(rows.dtype)
         return out
 
@@ -158,10 +164,8 @@ class Experts(torch.autograd.Function):
         x, g, w = rows[:n].float(), grad[:n].float(), weights[:n, None]
         y = torch.tanh(x * scale)
         inner = g * w * (1 - y * y)
-        grad_rows, grad_weights = (
-            garbage(*rows.shape, dtype=rows.dtype),
-            garbage(len(rows), dtype=torch.float32),
-        )
+        grad_rows = garbage(*rows.shape, dtype=rows.dtype).to(rows.device)
+        grad_weights = garbage(len(rows), dtype=torch.float32).to(rows.device)
         grad_rows[:n] = (inner * scale).to(rows.dtype)
         grad_weights[:n] = (g * y).sum(1)
         # Padding rows count: they must be zero, not just unused.
@@ -182,8 +186,8 @@ def forward(
     assert got.offsets.dtype == torch.int32 and plan.rows() == got.rows.shape[0]
     assert got.row_weights.dtype == torch.float32
     ends = [0, *got.offsets.tolist()]
-    assert ends == sorted(ends) and ends[-1] <= got.rows.shape[0]
-    assert all(end % adapter.align == 0 for end in ends)
+    assert ends == sorted(ends) and ends[-1] <= got.rows.shape[0], f"offsets {ends}"
+    assert all(end % adapter.align == 0 for end in ends), f"offsets {ends} that are not aligned"
     assert not got.exact or ends[-1] == got.rows.shape[0]
     assert got.host_offsets in (None, ends[1:])
     rows = Experts.apply(got.rows, got.row_weights, scale_LH, got.offsets)
@@ -244,7 +248,7 @@ def compare(found: list[Tensor], wanted: list[Tensor], setup: Setup) -> None:
     for name, a, b in zip(("output", "x", "weights", "scales"), found, wanted):
         tolerance = rounding if name in ("output", "x") else {"rtol": 1e-4, "atol": 1e-4}
         try:
-            torch.testing.assert_close(a.float(), b, **tolerance)
+            torch.testing.assert_close(a.float().cpu(), b, **tolerance)
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     heard: list[Any] = [None] * dist.get_world_size()

@@ -65,7 +65,7 @@ def test_needs(column: int, name: str):
     assert cells["experts"] == numbers(limits.experts)
     assert cells["experts per token"] == numbers(limits.top_k)
     multiple = limits.experts_of_machine if limits.experts_of_machine > 1 else None
-    assert cells["experts of a machine's ranks"] == numbers(multiple)
+    assert cells["experts, all ranks on one machine"] == numbers(multiple)
     assert bool(table("module")["static buffer"][column]) == limits.budget_holds_tokens
     words = [f"`{module}`" for module in library.modules] + (
         [f"`{library.symbol}`"] if library.symbol else []

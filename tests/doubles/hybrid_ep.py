@@ -145,8 +145,7 @@ class HybridEPBuffer:
             self._scan(handle, num_permuted_tokens)
         out = garbage(routed.rows, self.hidden, dtype=hidden.dtype)
         row_probs = None if probs is None else garbage(routed.rows, dtype=torch.float32)
-        # 3.3: not filled on a cached call
-        counts = garbage(self.num_local, dtype=torch.int64)
+        counts = garbage(self.num_local, dtype=torch.int64)  # 3.3: not filled on a cached call
         x, numbers = Input(hidden, "hidden"), None if probs is None else Input(probs, "probs")
 
         def work() -> None:

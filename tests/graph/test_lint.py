@@ -260,13 +260,26 @@ def test_loop_on_device_offsets_reads_once_per_layer_and_recompute() -> None:
         Setup(ep=2, alignment=16),
         Setup(ep=2, accumulation=2, fusion="loop", balance="bias"),
         Setup(ep=2, autocast=True, shape=RECOMPUTE),
+        *(Setup(dispatcher=name, ep=2) for name in DISPATCHERS if name not in ("local", "alltoall")),
     ],
 )
-def test_eager_alltoall_reads_once_per_layer_forward_and_never_backward(setup: Setup) -> None:
+def test_eager_exchange_reads_once_per_layer_forward_and_never_backward(setup: Setup) -> None:
     for reads in ranks(2).run(attempt_reads, setup=setup):
         assert {(r.kind, Path(r.file).name, r.phase) for r in reads} == {("tolist", "packed.py", "forward")}
         assert len(reads) == NUM_MOE_LAYERS * setup.accumulation
         assert len(summarize(reads)) == 1
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(ep=2, alignment=16, accumulation=2, balance="bias"),
+        Setup(ep=2, autocast=True, shape=RECOMPUTE),
+        *(Setup(dispatcher=name, ep=2) for name in DISPATCHERS if name != "local"),
+    ],
+)
+def test_static_exchange_reads_nothing(setup: Setup) -> None:
+    assert ranks(2).run(attempt_reads, setup=setup.with_(capacity_factor=2.0)) == [[], []]
 
 
 def global_scope_reads(rank: int, world: int) -> list[HostRead]:

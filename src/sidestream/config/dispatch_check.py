@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sidestream.config.compatibility import Layout
 
 MXFP8_BLOCK = 32  # values that share a scale
+NATIVE_LINK = "sidestream.exchange.link.NativeLink"
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,15 @@ class Limits:
     Attributes:
         row_bytes: A row is a multiple of so many bytes.
         value_bytes: Sizes a value may have.
-        alignment_power_of_two: The rows of an expert are padded to a power of two.
         budget_holds_tokens: A static buffer holds at least the tokens of a rank.
-        experts_of_machine: The experts of the ranks of one machine are a multiple of this.
+        experts_of_machine: The experts of ranks that are all on one machine are a multiple of this. Of ranks on
+            several the library checks itself, because how many of them share NVLink is not known here.
         tokens: Most tokens per rank; `tokens_across`: the same when the ranks are on several machines.
         hidden, experts, local_experts, ranks, top_k: At most.
     """
 
     row_bytes: int
     value_bytes: tuple[int, ...]
-    alignment_power_of_two: bool = False
     budget_holds_tokens: bool = False
     experts_of_machine: int = 1
     tokens: int | None = None
@@ -52,7 +52,6 @@ LIMITS = {
     "nccl_ep": Limits(
         row_bytes=16,
         value_bytes=(2, 4),
-        alignment_power_of_two=True,
         budget_holds_tokens=True,
         experts_of_machine=4,
         tokens=8192,
@@ -90,6 +89,7 @@ def check_dispatch(cfg: DictConfig, layout: Layout, *, machine: Machine | None =
     ranks, wanted = layout.expert_parallel_size, _transport(cfg)
     if takes_library(wanted, option, machine=machine, ranks=ranks):
         _check_library(cfg, option, machine, ranks)
+        _check_link(cfg, option)
         _check_limits(cfg, layout, option)
         if LIMITS[option].budget_holds_tokens:
             _check_budget(cfg, layout, option)
@@ -161,6 +161,18 @@ def _check_library(cfg: DictConfig, option: str, machine: Machine, ranks: int) -
         raise _mxfp8_in_library(wire)
 
 
+def _check_link(cfg: DictConfig, option: str) -> None:
+    target = cfg.link.get("_target_", "")
+    if target != NATIVE_LINK:
+        raise ConfigError(
+            "link",
+            target.rpartition(".")[2].removesuffix("Link").lower(),
+            f"{LIBRARIES[option].name} moves rows itself, where a link cannot slow it",
+            expected="native, or dispatcher.transport=torch",
+            fix=TO_TORCH,
+        )
+
+
 def _check_limits(cfg: DictConfig, layout: Layout, option: str) -> None:
     limits, name = LIMITS[option], LIBRARIES[option].name
     if _value_bytes(cfg) not in limits.value_bytes:
@@ -189,9 +201,8 @@ def _check_limits(cfg: DictConfig, layout: Layout, option: str) -> None:
                 expected=f"at most {most} {what}, or dispatcher.transport=torch",
                 fix=_fewer_tokens(cfg, layout, most) if key == "data.micro_batch_size" else TO_TORCH,
             )
-    if limits.alignment_power_of_two:
-        why = f"{name} pads the rows of an expert to powers of two"
-        _check_alignment("fusion.alignment", cfg.fusion.get("alignment", "auto"), why=why)
+    why = f"{name} pads the rows of an expert to powers of two"
+    _check_alignment("fusion.alignment", cfg.fusion.get("alignment", "auto"), why=why)
 
 
 def _multiples(cfg: DictConfig, layout: Layout, limits: Limits) -> Iterator[tuple[str, int, int, str]]:
@@ -202,9 +213,8 @@ def _multiples(cfg: DictConfig, layout: Layout, limits: Limits) -> Iterator[tupl
         max(1, limits.row_bytes // _value_bytes(cfg)),
         "values in a row",
     )
-    ranks = layout.expert_parallel_size
-    on_machine = cfg.model.num_experts // ranks * min(ranks, layout.local_world_size)
-    yield "model.num_experts", on_machine, limits.experts_of_machine, "experts per machine"
+    if layout.expert_parallel_size <= layout.local_world_size:
+        yield "model.num_experts", cfg.model.num_experts, limits.experts_of_machine, "experts on one machine"
 
 
 def _maxima(cfg: DictConfig, layout: Layout, limits: Limits) -> Iterator[tuple[str, int, int, str]]:

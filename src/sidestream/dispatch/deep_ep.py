@@ -167,7 +167,7 @@ class DeepEPLibrary(LibraryDispatcher):
         (x, weights, ids), (_, spec) = ins, self.wired
         rows, _, row_weights, handle.value, _ = self._buffer.dispatch(
             x,
-            ids,
+            ids.to(self.library.topk_idx_t),  # int64 unless it was built otherwise
             weights,
             num_experts=spec.num_experts,
             num_max_tokens_per_rank=spec.max_tokens,

@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,54 +98,45 @@ def check_limits(name: str, spec: DispatchSpec, *, ranks: int, on_host: int, ali
     Raises:
         ValueError: `dispatcher=<name>: ...; set ...`.
     """
-    limits, local = LIMITS[name], spec.num_experts // ranks
-    size = spec.dtype.itemsize
-    torch_instead = "set dispatcher.transport=torch"
-    most_tokens = limits.tokens or (limits.tokens_across if on_host < ranks else None)
-    wrong: list[tuple[bool, str, str]] = [
-        (
-            spec.num_experts % ranks != 0,
-            f"{spec.num_experts} experts on {ranks} ranks",
-            "set model.num_experts",
-        ),
-        (
-            spec.max_tokens <= 0,
-            f"max_tokens={spec.max_tokens}, and buffers are sized by it",
-            "set spec.max_tokens",
-        ),
-        (size not in limits.value_bytes, f"rows of {spec.dtype}", "set trainer.precision=bf16-mixed"),
-        (
-            spec.hidden_size * size % limits.row_bytes != 0,
-            f"rows of {spec.hidden_size * size} bytes, which must be a multiple of {limits.row_bytes}",
-            torch_instead,
-        ),
-        (
-            # Ranks of one host share NVLink. Of more than that nothing is known here, and the library checks itself.
-            on_host == ranks and local * on_host % limits.experts_of_machine != 0,
-            f"{local * on_host} experts in an NVLink domain, which must be a multiple of {limits.experts_of_machine}",
-            torch_instead,
-        ),
-        (align & (align - 1) != 0, f"alignment {align} is no power of two", "set dispatcher.alignment=1"),
-        *(
-            (
-                most is not None and value > most,
-                f"{value} {what}, and at most {most} are supported",
-                torch_instead,
-            )
-            for value, most, what in (
-                (spec.max_tokens, most_tokens, "tokens per rank"),
-                (spec.hidden_size, limits.hidden, "values in a row"),
-                (spec.num_experts, limits.experts, "experts"),
-                (local, limits.local_experts, "experts per rank"),
-                (ranks, limits.ranks, "ranks"),
-                (spec.top_k, limits.top_k, "experts per token"),
-            )
-        ),
-        (ranks < LIBRARIES[name].min_ranks, f"{ranks} rank, and it needs two", torch_instead),
-    ]
-    for is_wrong, what, fix in wrong:
+    for is_wrong, what, fix in _limits(name, spec, ranks, on_host, align):
         if is_wrong:
             raise ValueError(f"dispatcher={name}: {what}; {fix}")
+
+
+def _limits(
+    name: str, spec: DispatchSpec, ranks: int, on_host: int, align: int
+) -> Iterator[tuple[bool, str, str]]:
+    """Yields (is it passed, what, what helps)."""
+    limits, local, size = LIMITS[name], spec.num_experts // ranks, spec.dtype.itemsize
+    torch_instead = "set dispatcher.transport=torch"
+    yield (
+        spec.num_experts % ranks != 0,
+        f"{spec.num_experts} experts on {ranks} ranks",
+        "set model.num_experts",
+    )
+    yield ranks < LIBRARIES[name].min_ranks, f"{ranks} rank, and it needs two", torch_instead
+    tokens = f"max_tokens={spec.max_tokens}, and buffers are sized by it"
+    yield spec.max_tokens <= 0, tokens, "set DispatchSpec.max_tokens"
+    yield size not in limits.value_bytes, f"rows of {spec.dtype}", "set trainer.precision=bf16-mixed"
+    powers = "set dispatcher.alignment and fusion.alignment to powers of two"
+    yield align & (align - 1) != 0, f"alignment {align} is no power of two", powers
+    row, unit = spec.hidden_size * size, limits.row_bytes
+    yield row % unit != 0, f"rows of {row} bytes, which must be a multiple of {unit}", torch_instead
+    # Ranks of one host share NVLink. Of more than that nothing is known here, and the library checks itself.
+    near, unit = local * on_host, limits.experts_of_machine
+    domain = f"{near} experts in an NVLink domain, which must be a multiple of {unit}"
+    yield on_host == ranks and near % unit != 0, domain, torch_instead
+    most_tokens = limits.tokens or (limits.tokens_across if on_host < ranks else None)
+    for value, most, what in (
+        (spec.max_tokens, most_tokens, "tokens per rank"),
+        (spec.hidden_size, limits.hidden, "values in a row"),
+        (spec.num_experts, limits.experts, "experts"),
+        (local, limits.local_experts, "experts per rank"),
+        (ranks, limits.ranks, "ranks"),
+        (spec.top_k, limits.top_k, "experts per token"),
+    ):
+        too_many = most is not None and value > most
+        yield too_many, f"{value} {what}, and at most {most} are supported", torch_instead
 
 
 class LibraryDispatcher:

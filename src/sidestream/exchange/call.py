@@ -70,7 +70,8 @@ class CudaLane:
     """A CUDA stream. The caller's stream and this one wait for each other through events; the host never does."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
+        # Of high priority: a transfer's few blocks are scheduled before those of the compute they hide behind.
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)
 
     @property
     def handle(self) -> int:

@@ -26,9 +26,10 @@ class MXFP8:
     """8-bit rows: `[N, H]` -> `[N, H + H / 32]` uint8, values first, then scales.
 
     The scale is the smallest power of two with which the block's largest value stays within e4m3, so nothing
-    saturates. Error of a value x in a block with largest magnitude m: at most `max(|x| / 16, m / 2**17)`: half a unit
-    of 3 mantissa bits, or half of e4m3's smallest number (2**-9) times a scale of at most `2 m / 448`. A block
-    with a value that is not finite becomes NaN as a whole.
+    saturates. Error of a value x in a block with largest magnitude m: at most `max(|x| / 16, m / 2**17, 2**-137)`:
+    half a unit of 3 mantissa bits, or half of e4m3's smallest number (2**-9) times a scale of at most `2 m / 448`,
+    which is not below 2**-127. A block with a value that is not finite becomes NaN as a whole. Values within 3 % of
+    fp32's largest number round up to infinity.
     """
 
     def encode(self, rows: Tensor) -> Tensor:

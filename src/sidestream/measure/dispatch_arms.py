@@ -156,7 +156,7 @@ class DispatcherArm:
 
     @property
     def channel(self) -> Channel | None:
-        """Where rows travel; None where a library moves them."""
+        """Where rows travel; None where nothing does."""
         return getattr(getattr(self.dispatcher, "chosen", self.dispatcher), "channel", None)
 
     def prepare(self, given: Given) -> None:
@@ -223,8 +223,8 @@ class _Floor:
     """The transfers of rows under a dispatcher, without counts, weights, permutation and sums. Collective.
 
     Args:
-        kind: Of the floor.
-        of: Name of the dispatcher's arm. A library does not say what it sends: its floor is what its contract on
+        kind: `exchange` or `bare`.
+        of: The dispatcher's arm. A library does not say what it sends: its floor is what its contract on
             torch.distributed sends, with exact sizes.
     """
 
@@ -232,12 +232,11 @@ class _Floor:
         cfg = of.cfg.dispatcher
         if cfg.get("wire_dtype", "model") != "model":
             raise ValueError(f"floors={of.name}: its rows are coded; expected dispatcher.wire_dtype=model")
-        if of.channel is None or of.channel.size == 1:
-            extra: tuple[str, ...] = ("dispatcher.transport=torch", "dispatcher.capacity_factor=null")
-        else:
-            extra = ("dispatcher.transport=torch",) if "transport" in cfg else ()
         if dist.get_world_size() == 1:
             raise ValueError(f"floors={of.name}: nothing travels on one rank")
+        extra = ("dispatcher.transport=torch",) if "transport" in cfg else ()
+        if of.transport != "torch":
+            extra += ("dispatcher.capacity_factor=null",)
         self.kind, self.name = kind, f"{kind} of {of.name}"
         self._like = DispatcherArm(of.name, of.shape, conf=conf, dtype=dtype, device=of.device, extra=extra)
         self.transport = self._like.transport

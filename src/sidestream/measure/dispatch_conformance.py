@@ -61,10 +61,11 @@ def scale_rows(received: Received, scales_LH: Tensor) -> Tensor:
     slot = torch.arange(received.rows.shape[0], device=offsets.device)
     real = slot < offsets[-1]
     expert = torch.searchsorted(offsets, slot, right=True).clamp(max=len(scales_LH) - 1)
-    # Selected first: what lies past the last offset may be anything, and anything times zero need not be zero.
+    # Selected, and in both directions: past the last offset may lie anything, and anything times zero need not be zero.
     rows = torch.where(real.unsqueeze(1), received.rows, 0).float()
     weights = torch.where(real, received.row_weights, 0)
-    return (rows * scales_LH[expert] * weights.unsqueeze(1)).to(received.rows.dtype)
+    out = (rows * scales_LH[expert] * weights.unsqueeze(1)).to(received.rows.dtype)
+    return torch.where(real.unsqueeze(1), out, 0)
 
 
 def found_by(arm: DispatcherArm, given: Given, scales: Tensor) -> Outcome:

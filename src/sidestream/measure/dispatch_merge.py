@@ -53,6 +53,9 @@ def merge(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
             raise ValueError(
                 f"merge {name}: other shapes or routings than {first_name}; expected the same --shapes and --routing"
             )
+        known = {one["id"] for one in merged["environments"]}
+        if known & {one["id"] for one in result["environments"]}:
+            raise ValueError(f"merge {name}: a measurement that {first_name} or another file holds already")
         shift = len(merged["environments"])
         merged["environments"] += copy.deepcopy(result["environments"])
         merged["load_average"] = {

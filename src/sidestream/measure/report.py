@@ -93,9 +93,9 @@ def table(record: dict[str, Any], *, precision: str, peers: str) -> Table:
     out = Table(title=title, title_justify="left")
     out.add_column("arm", no_wrap=True)
     against = next(iter(record["arms"].values())).get("ratio_to", {})
-    columns = ["fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer", *(f"x {n}" for n in against)]
+    columns = ["fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer", *(f"x ({n})" for n in range(1, 1 + len(against)))]
     for column in [*columns, *(["frozen fwd+bwd"] if frozen else []), "peak MiB", "sent MB"]:
-        out.add_column(column, justify="right")
+        out.add_column(column, justify="right", no_wrap=True)
     for name, arm in record["arms"].items():
         both, peak = arm["forward_backward_ms"], arm["peak_memory_bytes"]
         row = [
@@ -123,6 +123,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console.print(
             table(record, precision=result["precision"], peers=", ".join(result["peers"]) or "none")
         )
+        for number, name in enumerate(next(iter(record["arms"].values())).get("ratio_to", {}), 1):
+            absent = "" if name in record["arms"] else ", which is not there"
+            console.print(f"({number}) is {name}{absent}", highlight=False)
         for name, reason in record["left_out"].items():
             console.print(f"left out: {name}: {reason}", style="yellow", highlight=False)
         for name, arm in record["arms"].items():
