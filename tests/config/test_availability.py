@@ -12,10 +12,11 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream import build
 from sidestream.config import availability, devices, dispatch_check
 from sidestream.config.availability import LIBRARIES, Machine, Verdict, takes_library, verdict
 from sidestream.config.capabilities import CAPABILITIES, capabilities
-from sidestream.config.compatibility import check
+from sidestream.config.compatibility import Layout, check
 from sidestream.config.dispatch_check import LIMITS
 from sidestream.config.errors import ConfigError
 from sidestream.dispatch.base import DispatchSpec, receive_budget
@@ -247,6 +248,20 @@ def test_the_check_looks_for_the_module_that_the_dispatcher_calls(target: str):
 def test_a_users_own_class_is_taken_to_do_everything():
     own = capabilities(OmegaConf.create({"_target_": "my_pkg.Mine"}))
     assert own.static and own.asynchronous and own.host_reads_eager is None
+
+
+@pytest.mark.parametrize("schedule", sorted(path.stem for path in (CONF / "overlap").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "overrides", [(), ("router.expert_capacity_factor=1.1", "router.pad_to_capacity=true")]
+)
+def test_tokens_are_counted_as_the_schedule_counts_them(compose: Compose, schedule: str, overrides: tuple):
+    odd = ("data.global_batch_size=3", "data.seq_length=25", "trainer.devices=1")
+    cfg = compose(f"overlap={schedule}", *odd, *overrides)
+    layout = Layout(1, 1, 1, 1, micro_batch_size=3, accumulation=1, device_type="cpu")
+    padding = build.padding_rows(cfg, 75)
+    assert bool(padding) == bool(overrides)
+    wanted = build.tokens_per_plan(build.make(cfg.overlap), 3, 25, padding)
+    assert dispatch_check.max_tokens(cfg, layout) == wanted
 
 
 @pytest.mark.parametrize("factor", [0.1, 1.1, 1.5, 2])

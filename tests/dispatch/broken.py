@@ -300,9 +300,12 @@ class NoCap(DeepEPLibrary):
         return UncappedPlan(self, routing, layer)
 
 
-class ShortIds(DeepEPLibrary):
-    def _dispatch(self, handle, outs, ins):
-        super()._dispatch(handle, outs, [ins[0], ins[1], ins[2].to(torch.int32)])
+def short_ids(own, x, ids=None, weights=None, **kwargs):
+    return own(x, None if ids is None else ids.to(torch.int32), weights, **kwargs)
+
+
+class ShortIds(BufferWith):
+    changes = {"dispatch": short_ids}
 
 
 class ReadsEarly(DeepEPLibrary):

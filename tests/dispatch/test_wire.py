@@ -236,7 +236,7 @@ def test_coded_rows_take_a_byte_per_value_and_one_per_block(
         assert coded["tags"] == plain["tags"] | {tag: share * sent for tag, sent in there.items()}
 
 
-# Values keep 3 bits of mantissa: an error of at most 6 %, 2.6 % of a tensor's norm; three GEMMs with it, 4 % seen.
+# Values keep 3 bits of mantissa: an error of at most 6 %, 2.6 % of the norm; after three products 3.5 to 5.3 % seen.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_output_and_gradients_are_near_the_exact_ones(dtype: torch.dtype) -> None:
     coded, exact = (
@@ -245,7 +245,7 @@ def test_output_and_gradients_are_near_the_exact_ones(dtype: torch.dtype) -> Non
     for one, other in zip(coded, exact):
         for a, b in zip(one["tensors"], other["tensors"]):
             distance = ((a.float() - b.float()).norm() / b.float().norm()).item()
-            assert 0.001 < distance < 0.08
+            assert 0.01 < distance < 0.1
 
 
 def test_one_rank_codes_nothing() -> None:

@@ -21,10 +21,10 @@ from sidestream.overlap.two_batch import TwoBatchOverlap
 from tests.core.build_tiny import SHAPE, Setup, full, local_batch, make_model, make_optimizer, make_step
 
 PAUSE_S = 0.02
-# A dense block in front of each MoE block, as pos2 and pos3 need.
-PAIRS = replace(SHAPE, num_layers=4, moe_layers=(1, 3))
-# MoE blocks behind nothing, behind a dense block and behind one another.
-MIXED = replace(SHAPE, num_layers=4, moe_layers=(0, 2, 3))
+# A dense block in front of the MoE block, as pos2 and pos3 need.
+PAIRS = replace(SHAPE, num_layers=2, moe_layers=(1,))
+# MoE blocks behind nothing and behind a dense block.
+MIXED = replace(SHAPE, num_layers=3, moe_layers=(0, 2))
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ class Case:
     shape: ModelShape = PAIRS
     top_k: int = 2
 
+    def deep(self) -> Case:
+        """With twice the blocks, so that units follow one another."""
+        layers, blocks = self.shape.num_layers, self.shape.moe_blocks
+        again = (*blocks, *(layers + block for block in blocks))
+        return replace(self, shape=replace(self.shape, num_layers=2 * layers, moe_layers=again))
+
     def setup(self, *, dropout: float = 0.1, recompute: bool = False, **changes: Any) -> Setup:
         """With everything that draws random numbers, so that their order is compared too."""
         shape = replace(self.shape, dropout=dropout, activation_checkpointing=recompute)
@@ -53,7 +59,7 @@ _shortcut = partial(partial, ShortcutOverlap)
 _gates = {"shape": replace(PAIRS, num_shared_experts=0), "top_k": 1}
 CASES = {
     "shared_expert": Case(SharedExpertOverlap),
-    "chunked": Case(partial(ChunkedOverlap, num_chunks=5)),
+    "chunked": Case(partial(ChunkedOverlap, num_chunks=3)),
     "two_batch": Case(TwoBatchOverlap),
     "pos1": Case(_shortcut(tap="pos1", slot=1), MIXED),
     "pos2_cg1": Case(_shortcut(tap="pos2", mix="cg1", post_norm=True, slot=2)),
@@ -83,29 +89,28 @@ class Pauses:
             time.sleep(self._longest_s * self._random.random() ** 3)
 
 
-def train(
-    rank: int, world: int, setup: Setup, *, pause_s: float = 0.0, measured_steps: int = 1
-) -> dict[str, Any]:
+def train(rank: int, world: int, setup: Setup, *, pause_s: float = 0.0, skew: float = 0.0) -> dict[str, Any]:
     """Losses, the first step's gradients, the last step's parameters, and the tags of all exchanges in order.
 
     Args:
         rank, world: This rank.
         setup: What to train.
         pause_s: Longest pause before an exchange.
-        measured_steps: Of a schedule that looks for its slot.
+        skew: Added to the selection bias of the first half of the experts, those of the first ranks.
     """
     model = make_model(setup)
     step = make_step(setup, model, world)
     optimizer = make_optimizer(setup, step.params)
     model.parts.dispatcher.channel.on_start = pauses = Pauses(rank, pause_s)
     search = getattr(model.schedule, "slots", None)
-    out: dict[str, Any] = {"loss": [], "norm": [], "counts": [], "grads": {}}
-    with mock.patch.object(slots, "MEASURED_STEPS", measured_steps):
+    out: dict[str, Any] = {"loss": [], "norm": [], "counts": []}
+    with mock.patch.object(slots, "MEASURED_STEPS", 1):
         for index in range(setup.steps):
+            for moe in model.moe_layers() if skew else ():
+                moe.selection_bias.zero_()[: setup.shape.num_experts // 2] = skew
             step.attempt(local_batch(setup, index, rank, world))
-            for name, parameter in model.named_parameters():
-                if index == 0:
-                    out["grads"][name] = full(parameter.grad)
+            if index == 0:
+                out["grads"] = {name: full(p.grad) for name, p in model.named_parameters()}
             report = step.check()
             norm = step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
             if search is not None:
@@ -124,7 +129,11 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What two runs do not have in common, bit for bit."""
     assert one["grads"].keys() == other["grads"].keys()
     found = [what for what in ("loss", "norm") if one[what] != other[what]]
-    found += [f"counts of step {i}" for i, (a, b) in enumerate(zip(one["counts"], other["counts"])) if (a != b).any()]
+    found += [
+        f"counts of step {i}"
+        for i, (a, b) in enumerate(zip(one["counts"], other["counts"]))
+        if (a != b).any()
+    ]
     for kind in ("grads", "params"):
         found += [f"{kind} {n}" for n, value in one[kind].items() if not torch.equal(value, other[kind][n])]
     return found

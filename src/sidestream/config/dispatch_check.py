@@ -234,14 +234,20 @@ def _maxima(cfg: DictConfig, layout: Layout, limits: Limits) -> Iterator[tuple[s
 
 
 def max_tokens(cfg: DictConfig, layout: Layout) -> int:
-    """Returns the most tokens of a rank in one forward pass, those that `router.pad_to_capacity` adds included."""
-    tokens: int = layout.micro_batch_size * cfg.data.seq_length
-    factor = cfg.router.get("expert_capacity_factor")
-    if cfg.router.get("pad_to_capacity") is not True or factor is None:
-        return tokens
-    experts, top_k = cfg.model.num_experts, cfg.router.top_k
-    capacity = math.ceil(Fraction(str(factor)) * tokens * top_k / experts)
-    return tokens + math.ceil(capacity * experts / top_k)
+    """Returns the most tokens of a rank in one exchange, those that `router.pad_to_capacity` adds included."""
+    sequences, length = layout.micro_batch_size, cfg.data.seq_length
+    padding, factor = 0, cfg.router.get("expert_capacity_factor")
+    if cfg.router.get("pad_to_capacity") is True and factor is not None:
+        experts, top_k = cfg.model.num_experts, cfg.router.top_k
+        capacity = math.ceil(Fraction(str(factor)) * sequences * length * top_k / experts)
+        padding = math.ceil(capacity * experts / top_k)
+    # As `tokens_per_plan` of the schedules, which need torch; a user's own schedule may send everything at once.
+    schedule = cfg.overlap.get("_target_")
+    if schedule == "sidestream.overlap.chunked.ChunkedOverlap":
+        return math.ceil((sequences * length + padding) / cfg.overlap.get("num_chunks", 2))
+    if schedule == "sidestream.overlap.two_batch.TwoBatchOverlap":
+        sequences = math.ceil(sequences / 2)
+    return sequences * length + padding
 
 
 def _check_budget(cfg: DictConfig, layout: Layout, option: str) -> None:

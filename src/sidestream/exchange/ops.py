@@ -23,7 +23,12 @@ from sidestream.exchange.link import Link, NativeLink
 
 @dataclass(frozen=True)
 class Span:
-    """One transfer as it was measured. Times in `time.monotonic()` seconds."""
+    """One transfer as it was measured. Times in `time.monotonic()` seconds.
+
+    Attributes:
+        completed: When the wait returned; later than `arrived` if the wait came late.
+        arrived: When the rows were here and the link had finished; None where that is not known.
+    """
 
     tag: str
     issued: float
@@ -31,6 +36,7 @@ class Span:
     completed: float
     sent_bytes: int
     received_bytes: int
+    arrived: float | None = None
 
 
 @dataclass
@@ -43,6 +49,7 @@ class _InFlight:
     issued: float
     sent_bytes: int
     received_bytes: int
+    done: list[float] = field(default_factory=list)  # when the transport was, while spans are recorded
 
 
 @dataclass(eq=False)
@@ -55,6 +62,8 @@ class Channel:
         metadata_bytes_sent: Of these, what is no row: transfers tagged `<name>.<what>`, such as "dispatch.counts".
         on_start: Called with the tag before a transfer is issued (fault injection, order logs).
         spans: Filled while it is a list; None switches recording off.
+        deliver: While set, nothing travels and no wait waits: it is called with the tag and `out`, and gives `out` the
+            memory of what arrived in an earlier run (measurements of compute alone).
     """
 
     group: dist.ProcessGroup | None
@@ -64,6 +73,7 @@ class Channel:
     spans: list[Span] | None = None
     on_start: Callable[[str], None] | None = None
     on_wait: Callable[[str], None] | None = None
+    deliver: Callable[[str, Tensor], None] | None = None
     id: int = -1
     size: int = 1
     rank: int = 0
@@ -136,6 +146,10 @@ def _start(
     sent = row_bytes * (sum(send) - send[ch.rank])
     received = row_bytes * (sum(recv) - recv[ch.rank])
     issued = time.monotonic()
+    if ch.deliver is not None:
+        ch.deliver(tag, out)
+        ch._in_flight[ticket] = _InFlight(None, out, x, None, tag, issued, 0, 0)
+        return
     work = None
     x, out = x[: sum(send)], out[: sum(recv)]
     if ch.size == 1:
@@ -148,7 +162,9 @@ def _start(
     ch.bytes_sent += sent
     if "." in tag.removesuffix(".backward"):
         ch.metadata_bytes_sent += sent
-    ch._in_flight[ticket] = _InFlight(work, out, x, due, tag, issued, sent, received)
+    flight = ch._in_flight[ticket] = _InFlight(work, out, x, due, tag, issued, sent, received)
+    if ch.spans is not None and work is not None and x.device.type == "cpu":
+        work.get_future().then(lambda _: flight.done.append(time.monotonic()))
 
 
 @torch.library.impl(_library, "wait_", "CompositeExplicitAutograd")
@@ -168,9 +184,9 @@ def _wait(out: Tensor, channel: int, ticket: int) -> None:
         time.sleep(rest)
     if ch.spans is not None:
         completed = max(time.monotonic(), wait_began)
-        ch.spans.append(
-            Span(flight.tag, flight.issued, wait_began, completed, flight.sent_bytes, flight.received_bytes)
-        )
+        arrived = min(max(*flight.done, flight.due or 0.0), completed) if flight.done else None
+        sizes = (flight.sent_bytes, flight.received_bytes)
+        ch.spans.append(Span(flight.tag, flight.issued, wait_began, completed, *sizes, arrived))
 
 
 @torch.library.register_fake("sidestream::start_", lib=_library)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -74,11 +75,12 @@ def compose_layer(conf: Path, shape: LayerShape, arm: str) -> DictConfig:
         raise ValueError(
             f"arm={arm}: expected sidestream/<dispatcher>+<fusion>, such as sidestream/alltoall+grouped"
         )
-    return compose_options(conf, shape, [f"dispatcher={dispatcher}", f"fusion={fusion}", *overrides])
+    return compose_options(conf, shape, f"dispatcher={dispatcher}", f"fusion={fusion}", *overrides)
 
 
-def compose_options(conf: Path, shape: LayerShape, overrides: list[str]) -> DictConfig:
-    """The config of train.py for one layer of a shape, with overrides that come last."""
+@cache
+def compose_options(conf: Path, shape: LayerShape, *overrides: str) -> DictConfig:
+    """The config of train.py for one layer of a shape, with overrides that come last. Not to be changed."""
     entry.register()
     with initialize_config_dir(str(conf), version_base="1.3"):
         return compose(

@@ -100,7 +100,7 @@ def compose_dispatch(conf: Path, shape: LayerShape, arm: str) -> DictConfig:
         raise ValueError(
             f"arm={arm}: expected <dispatcher>[,<override>...], such as nccl_ep,dispatcher.capacity_factor=1.25"
         )
-    return compose_options(conf, shape, [f"dispatcher={dispatcher}", *overrides])
+    return compose_options(conf, shape, f"dispatcher={dispatcher}", *overrides)
 
 
 class DispatcherArm:

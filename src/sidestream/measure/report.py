@@ -93,7 +93,14 @@ def table(record: dict[str, Any], *, precision: str, peers: str) -> Table:
     out = Table(title=title, title_justify="left")
     out.add_column("arm", no_wrap=True)
     against = next(iter(record["arms"].values())).get("ratio_to", {})
-    columns = ["fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer", *(f"x ({n})" for n in range(1, 1 + len(against)))]
+    columns = [
+        "fwd ms",
+        "fwd+bwd ms",
+        "q1 - q3",
+        "x dense",
+        "x fastest peer",
+        *(f"x ({n})" for n in range(1, 1 + len(against))),
+    ]
     for column in [*columns, *(["frozen fwd+bwd"] if frozen else []), "peak MiB", "sent MB"]:
         out.add_column(column, justify="right", no_wrap=True)
     for name, arm in record["arms"].items():
