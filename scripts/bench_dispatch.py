@@ -24,12 +24,13 @@ from typing import Any
 
 from rich.console import Console
 
+from sidestream.config.availability import LIBRARIES
 from sidestream.launch import torchrun
 from sidestream.measure import environment
 from sidestream.measure.dispatch_merge import decide, in_words, merge
 from sidestream.measure.dispatch_report import add_statistics, print_tables, save_picture, transports
 from sidestream.measure.ranks import Failed, run_ranks
-from sidestream.measure.shapes import SHAPES, Case, parse_case
+from sidestream.measure.shapes import Case, listed, parse_case
 from sidestream.tracking.folder import write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,17 +46,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    shapes = ", ".join(
-        f"{s.name} {s.tokens},{s.hidden_size},{s.expert_hidden_size},{s.num_experts},{s.top_k}"
-        for s in SHAPES.values()
-    )
     add(
         "--shapes",
         nargs="+",
         default=["C@2"],
         metavar="SHAPE[@RANKS]",
         help=f"names or T,H,F,E,K with T tokens per rank; one rank unless @2 is added; under torchrun all ranks "
-        f"(default C@2; {shapes})",
+        f"(default C@2; {listed()})",
     )
     add(
         "--arms",
@@ -98,7 +95,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="measure nothing: put results of the same routing, host and commit together",
     )
     add("--out", type=Path, default=Path("logs/bench_dispatch.json"), help="JSON; the picture lies beside it")
-    parsed = parser.parse_args(argv)
+    return checked(parser, parser.parse_args(argv))
+
+
+def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argparse.Namespace:
+    """Ends the program where options do not go together; fills in what follows from others."""
     if parsed.rounds < 1 or parsed.warmup < 0 or parsed.starts < 1:
         parser.error("--rounds and --starts must be at least 1, --warmup at least 0")
     if torchrun.active() and parsed.starts > 1:
@@ -120,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
         command = shlex.join(["python", "scripts/bench_dispatch.py", *words])
         cases = parse_shapes(options.shapes)
         check_names(options)
-        found = [measure(options, cases, start, command=command) for start in range(options.starts)]
+        fixed = {"command": command, "code": environment.code()}  # whatever happens to the files meanwhile
+        found = [measure(options, cases, start, **fixed) for start in range(options.starts)]
         if torchrun.follows():
             return 0
         return finish(merge({f"start {number}": one for number, one in enumerate(found)}), options)
@@ -166,7 +168,9 @@ def check_names(options: argparse.Namespace) -> None:
                 raise ValueError(f"{key}={name}: expected one of {', '.join(known)}")
 
 
-def measure(options: argparse.Namespace, cases: list[Case], start: int, *, command: str) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, cases: list[Case], start: int, *, command: str, code: dict[str, Any]
+) -> dict[str, Any]:
     """One start: the result without statistics."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     before = os.getloadavg()
@@ -187,11 +191,10 @@ def measure(options: argparse.Namespace, cases: list[Case], start: int, *, comma
         "benchmark": "dispatch",
         "status": "finished",
         "host": ",".join(groups[0].get("hosts", [platform.node()])),
-        **environment.code(),
+        **code,
         "device": device,
         "transport": transports({"results": results}),
         "link": "native",
-        "emulated": ["all ranks on one machine, gloo over the loopback"] if device == "cpu" else [],
         "precision": options.dtype,
         "seed": options.seed,
         "rounds": options.rounds,
@@ -233,9 +236,23 @@ def job(options: argparse.Namespace, cases: list[Case], start: int) -> dict[str,
     }
 
 
+def emulated(result: dict[str, Any]) -> list[str]:
+    """What stands in for something else."""
+    found = ["all ranks on one machine, gloo over the loopback"] if result["device"] == "cpu" else []
+    names = {
+        name.partition(",")[0]
+        for record in result["results"]
+        for name, arm in record["arms"].items()
+        if arm["transport"] == "torch"
+    }
+    if replaced := sorted(names & LIBRARIES.keys()):
+        found.append(f"{', '.join(replaced)} by the same contract on torch.distributed")
+    return found
+
+
 def finish(result: dict[str, Any], options: argparse.Namespace) -> int:
     """Adds the figures, writes, draws and prints."""
-    result["transport"] = transports(result)
+    result["transport"], result["emulated"] = transports(result), emulated(result)
     for record in result["results"]:
         add_statistics(record, against=options.against)
     result["comparisons"] = [decide(one, *pair) for pair in options.compare for one in result["results"]]

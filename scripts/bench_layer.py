@@ -24,7 +24,7 @@ from rich.console import Console
 from sidestream.measure import environment as facts
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.report import add_statistics, print_tables, save_picture
-from sidestream.measure.shapes import SHAPES, parse_case
+from sidestream.measure.shapes import SHAPES, listed, parse_case
 from sidestream.tracking.folder import write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,16 +39,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    shapes = ", ".join(
-        f"{s.name} {s.tokens},{s.hidden_size},{s.expert_hidden_size},{s.num_experts},{s.top_k}"
-        for s in SHAPES.values()
-    )
     add(
         "--shapes",
         nargs="+",
         default=list(SHAPES),
         metavar="SHAPE[@RANKS]",
-        help=f"names or T,D,F,E,K with T tokens per rank; one rank unless @2 is added ({shapes})",
+        help=f"names or T,D,F,E,K with T tokens per rank; one rank unless @2 is added ({listed()})",
     )
     add(
         "--peers",
@@ -67,18 +63,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="rounds with fresh tokens and routing each (default 12)")
     add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
     add("--frozen-rounds", type=int, default=0, help="then rounds with the same tokens each (default 0)")
-    add(
-        "--routing",
-        choices=tuple(ROUTINGS),
-        help="uniform: --skew 0; zipf: --skew 1 with the popular experts on rank 0; peers route from the same gate",
-    )
-    add("--skew", type=float, default=0.0, help="s of Zipf(s) expert popularity (default 0: uniform)")
-    add(
-        "--skew-order",
-        choices=("contiguous", "shuffled"),
-        default="contiguous",
-        help="popular experts on rank 0",
-    )
+    add_routing(parser)
     add("--seed", type=int, default=1234)
     add(
         "--against",
@@ -99,7 +84,27 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         default=Path("logs/bench_layer.json"),
         help="JSON; the picture lies beside it as .png",
     )
-    parsed = parser.parse_args(argv)
+    return checked(parser, parser.parse_args(argv))
+
+
+def add_routing(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--routing",
+        choices=tuple(ROUTINGS),
+        help="uniform: --skew 0; zipf: --skew 1 with the popular experts on rank 0; peers route from the same gate",
+    )
+    add("--skew", type=float, default=0.0, help="s of Zipf(s) expert popularity (default 0: uniform)")
+    add(
+        "--skew-order",
+        choices=("contiguous", "shuffled"),
+        default="contiguous",
+        help="popular experts on rank 0",
+    )
+
+
+def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argparse.Namespace:
+    """Ends the program where options do not go together; fills in what follows from others."""
     if parsed.rounds < 1 or parsed.warmup < 0 or parsed.frozen_rounds < 0:
         parser.error("--rounds must be at least 1, --warmup and --frozen-rounds at least 0")
     if parsed.routing is not None:

@@ -35,16 +35,18 @@ from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
 from sidestream.lightning.environment import RankEnvironment
 from sidestream.lightning.loggers import build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
+from sidestream.lightning.overlap_report import ReportOverlap
 from sidestream.lightning.private import own_signals
 from sidestream.lightning.progress import RichProgress
 from sidestream.lightning.recorder import Recorder, Sizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
+from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
-from sidestream.tracking.result import Baselines, Metrics, Overflow, RunResult
+from sidestream.tracking.result import Baselines, Metrics, Overflow, Overlap, RunResult
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,13 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
         run_folder.write_result(result.as_dict())
         metrics = result.metrics
         shown = Path(os.path.relpath(folder))
-        progress.show_end(val_loss=metrics.val_loss, mfu=metrics.mfu, folder=shown, status=result.status)
+        progress.show_end(
+            val_loss=metrics.val_loss,
+            mfu=metrics.mfu,
+            folder=shown,
+            status=result.status,
+            overlap=_overlap_line(result),
+        )
     return result.as_dict()
 
 
@@ -142,13 +150,16 @@ def _fit(
             log.warning(
                 "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
             )
-    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress], run_folder.path)
+    measuring = ReportOverlap(every_n_steps=cfg.callbacks.overlap_report.every_n_steps)
+    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress, measuring], run_folder.path)
     validation = None
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
     trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
-    result = _end_result(start, module, recorder, strategy, peak)
+    result = replace(
+        _end_result(start, module, recorder, strategy, peak), overlap=measuring.result() or start.overlap
+    )
     # Only at a regular end: after an error the other ranks may not come to a collective tear-down.
     module.model.parts.dispatcher.close()
     strategy.leave_world()
@@ -318,6 +329,18 @@ def _end_result(
         transport=_transport(module, strategy),
         overflow=Overflow(**strategy.budget.result()),
     )
+
+
+def _overlap_line(result: RunResult) -> str | None:
+    """What a run with a schedule that overlaps says at its end, if it measured."""
+    measured: Overlap = result.overlap
+    if (
+        measured.serial_ms is None
+        or measured.overlapped_ms is None
+        or result.choices.get("overlap") == "none"
+    ):
+        return None
+    return one_line(measured.serial_ms, measured.overlapped_ms, e_hide=measured.e_hide, bound=measured.bound)
 
 
 def _transport(module: SidestreamModule, strategy: ExpertParallelStrategy) -> str | None:

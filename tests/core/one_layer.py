@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidestream.dispatch.base import Dispatcher, Plan, Received, Routing
 from sidestream.fusion.grouped import GroupedExperts
-from tests.core.poison import poison_rows, poison_tail
+from tests.core.poison import NAN, poison_rows, poison_tail
 
 EXPERTS = GroupedExperts()
 
@@ -23,14 +23,15 @@ def run_layer(
     w_down: Tensor,
     *,
     layer: int = 0,
+    tail: float = NAN,
     look: Callable[[Plan, Received], None] = lambda plan, received: None,
 ) -> Tensor:
-    """`[T, H]` -> `[T, H]`. `look` sees the plan and what the experts get."""
+    """`[T, H]` -> `[T, H]`. `look` sees the plan and what the experts get; `tail` is in rows nobody may read."""
     plan = dispatcher.plan(routing, layer=layer)
     received = dispatcher.dispatch(x, plan).wait()
     look(plan, received)
-    out = EXPERTS(poison_tail(received), w_gate_up, w_down)
-    return dispatcher.combine(poison_rows(out, received.offsets), plan).wait()
+    out = EXPERTS(poison_tail(received, tail), w_gate_up, w_down)
+    return dispatcher.combine(poison_rows(out, received.offsets, tail), plan).wait()
 
 
 def check_received(received: Received, *, alignment: int, num_slots: int) -> None:

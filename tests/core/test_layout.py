@@ -183,6 +183,14 @@ def test_rows_to_slots_and_back():
     assert x.grad.flatten().tolist() == [4.0, 0.0, 0.0, 5.0]
 
 
+def test_rows_without_a_slot_are_zero_whatever_lies_in_the_slots():
+    layout = expert_layout(torch.tensor([-1, -1]), num_experts=2, num_slots=3)
+    nothing = torch.full((3, 1), float("nan"), requires_grad=True)
+    x = torch.ones(2, 1, requires_grad=True)
+    rows_to_slots(x, layout).backward(nothing)
+    assert x.grad.tolist() == slots_to_rows(nothing, layout).tolist() == [[0.0], [0.0]]
+
+
 @pytest.mark.parametrize("every_row", [False, True])
 def test_sum_over_routes_is_fp32(every_row):
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 
 from sidestream.model.block import DenseBlock
 from sidestream.model.moe import local
-from tests.core.build_tiny import Setup, full, global_batch, local_batch, make_model, make_step, run_steps
+from tests.core.build_tiny import (
+    DISPATCHERS,
+    Setup,
+    full,
+    global_batch,
+    local_batch,
+    make_model,
+    make_step,
+    run_steps,
+)
 from tests.core.pairwise import pairwise
 from tests.rank_pool import ranks
 
@@ -224,6 +233,20 @@ def test_dtypes_that_stay_fp32(precision):
     found = ranks(1).run(dtypes_of, setup=Setup(**PRECISIONS[precision]))[0]
     always = {"probs": fp32, "weights": fp32, "gate": fp32, "gate.grad": fp32, "bias": fp32, "rows": bf16}
     assert found == always | {"experts": weights, "embedding": weights}
+
+
+# Static buffers.
+
+
+@pytest.mark.parametrize("name", [name for name in DISPATCHERS if name != "local"])
+def test_static_training_equals_eager_bit_for_bit(name):
+    setup = Setup(dispatcher=name, ep=2, steps=3, accumulation=2)
+    eager, static = (
+        ranks(2).run(run_steps, setup=setup.with_(capacity_factor=factor))[0] for factor in (None, 3.0)
+    )
+    assert eager["loss"] == static["loss"] and eager["norm"] == static["norm"]
+    for kind in ("grads", "params"):
+        assert all(torch.equal(static[kind][key], value) for key, value in eager[kind].items())
 
 
 # Rule 7.

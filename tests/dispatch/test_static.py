@@ -263,7 +263,7 @@ def stale_empty(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Ten
     return out.fill_(NAN if out.is_floating_point() else 0)
 
 
-def c4_big_then_small(rank: int, world: int, name: str, even: bool) -> list[list[Tensor]]:
+def c4_big_then_small(rank: int, world: int, name: str, even: bool, tail: float) -> list[list[Tensor]]:
     """The small step after a big one, and with fresh buffers."""
     generator = torch.Generator().manual_seed(0)
     w_gate_up, w_down = (torch.randn(4, 64, n, generator=generator).chunk(world)[rank] for n in (128, 64))
@@ -276,7 +276,7 @@ def c4_big_then_small(rank: int, world: int, name: str, even: bool) -> list[list
             for t in (torch.full((num_tokens, 64), value), routes.weights, w_gate_up, w_down)
         ]
         x, weights, *experts = leaves
-        y = run_layer(dispatcher, x, Routing(routes.ids, weights), *experts)
+        y = run_layer(dispatcher, x, Routing(routes.ids, weights), *experts, tail=tail)
         y.backward(torch.ones_like(y))
         return [y.detach(), *(t.grad for t in leaves)]
 
@@ -291,9 +291,11 @@ def c4_big_then_small(rank: int, world: int, name: str, even: bool) -> list[list
     return found
 
 
+@pytest.mark.parametrize("tail", [NAN, 1e38])
 @pytest.mark.parametrize(("name", "even"), STATIC)
-def test_c4_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even):
-    for rank, (after, fresh) in enumerate(ranks(2).run(c4_big_then_small, name=name, even=even)):
+def test_c4_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail):
+    results = ranks(2).run(c4_big_then_small, name=name, even=even, tail=tail)
+    for rank, (after, fresh) in enumerate(results):
         for one, other in zip(after[:-1], fresh[:-1]):
             assert one.isfinite().all() and torch.equal(one, other)
         steps = [random_step(r, 3 - r, seed=3 - r) for r in range(2)]

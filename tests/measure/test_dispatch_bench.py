@@ -181,7 +181,9 @@ def result(records, monkeypatch) -> dict:
     monkeypatch.setattr(bench_dispatch, "run_ranks", lambda job, **_: copy.deepcopy(group))
     options = bench_dispatch.arguments(["--shapes", "32,32,32,8,2@2"])
     cases = bench_dispatch.parse_shapes(options.shapes)
-    return bench_dispatch.measure(options, cases, 0, command="python scripts/bench_dispatch.py")
+    return bench_dispatch.measure(
+        options, cases, 0, command="python x.py", code={"commit": "1", "dirty": False}
+    )
 
 
 def test_a_measurement(records):
@@ -315,7 +317,9 @@ def test_the_script_writes_figures_picture_and_page(result, tmp_path, monkeypatc
     monkeypatch.setattr(render_readme, "DISPATCH_RESULT", out)
     page = render_readme.render_dispatch(render_readme.DISPATCH.read_text())
     assert "| 32,32,32,8,2 |" not in page and "| tiny | 2 | one_rank | `alltoall` | torch |" in page
-    assert "(results/bench_dispatch.png)" in page and "Emulated: all ranks on one machine" in page
+    assert (
+        "(results/bench_dispatch.png)" in page and "nccl_ep by the same contract on torch.distributed" in page
+    )
     assert render_readme.render_dispatch(page) == page
 
 
@@ -341,6 +345,9 @@ def test_names_that_mean_nothing_are_refused(capsys):
     ):
         assert bench_dispatch.main(words) == 1
         assert f"error: {message}" in capsys.readouterr().err
+    for override in ("dispatcher.nothing=1", "dispatcher.capacity_factor=many"):
+        with pytest.raises(ValueError, match=f"dispatcher=nccl_ep, {override}: "):
+            compose_dispatch(CONF, TINY, f"nccl_ep,{override}")
     for name in ("nccl_ep,1.25", "dispatcher=nccl_ep", ""):
         with pytest.raises(ValueError, match=f"arm={name}: expected <dispatcher>"):
             compose_dispatch(CONF, TINY, name)
@@ -464,6 +471,7 @@ def test_markdown_and_picture_of_a_merged_result(result, tmp_path: Path):
     merged = merge({"a": result, "b": another(result, arm="deep_ep")})
     for record in merged["results"]:
         add_statistics(record, against="alltoall")
+    merged["emulated"] = bench_dispatch.emulated(merged)
     save_picture(merged, tmp_path / "x.png")
     text = markdown(merged)
     assert "| `deep_ep` |" in text and "Ratio: cycle over that of `alltoall`" in text and "2 start(s)" in text

@@ -112,6 +112,35 @@ def test_left_out_and_refused():
     assert cfg.fusion.alignment == 8 and cfg.router.top_k == 2
 
 
+def test_static_arms():
+    enough, too_small = (
+        f"sidestream/nccl_ep+grouped,dispatcher.capacity_factor={factor}" for factor in (2.0, 0.5)
+    )
+    record = ranks(2).run(measure, arms=[enough, too_small], rounds=1)[0][0]
+    assert list(record["arms"]) == ["dense", enough]
+    arm = record["arms"][enough]
+    assert arm["transport"] == "torch" and arm["static"]["budget_rows"] == 256
+    assert arm["static"]["dropped_routes"] == 0 and 128 <= arm["static"]["needed_rows"] <= 256
+    assert arm["bytes_on_wire"] < 2 * 64 * 32 * 2 * 4 + 4000  # rows there are, not rows there may be
+    assert (
+        " routes find no room in 64 rows per rank; expected dispatcher.capacity_factor="
+        in (record["left_out"][too_small])
+    )
+
+
+def test_routing_is_a_name_for_a_skew(capsys):
+    arguments = load_script().arguments
+    assert arguments(["--routing", "zipf"]).skew == 1 and arguments(["--routing", "uniform"]).skew == 0
+    for words, message in (
+        (["--routing", "zipf", "--skew", "2"], "--routing: sets --skew"),
+        (["--against", "megatron_allgather"], "--against megatron_allgather: expected dense, one of --arms"),
+    ):
+        with pytest.raises(SystemExit):
+            arguments(words)
+        assert message in capsys.readouterr().err
+    assert arguments(["--against", "megatron/allgather", "dense"]).against == ["megatron/allgather", "dense"]
+
+
 def with_wrong_weights(rank, world):
     right = layer.sidestream_arm
 

@@ -59,6 +59,19 @@ def test_ratios_by_minimum_and_by_median():
     assert ours["ratio_to_fastest_peer"] == {"min": 1.2, "median": 1.25}
 
 
+def test_ratios_to_any_arm():
+    case = record()
+    add_statistics(case, against=["two", "absent"])
+    assert case["arms"]["sidestream/alltoall+grouped"]["ratio_to"] == {
+        "two": {"min": 0.75, "median": 1.25},
+        "absent": None,
+    }
+    result = {"results": [case], "precision": "bf16", "peers": ["one"], "peers_left_out": {}, "rounds": 3}
+    out = io.StringIO()
+    print_tables({**result, "load_average": {"before": [0.1], "after": [0.2]}}, Console(file=out, width=180))
+    assert "(1) is two" in out.getvalue() and "(2) is absent, which is not there" in out.getvalue()
+
+
 def test_frozen_rounds_are_a_second_set_of_figures():
     case = record(frozen=True)
     add_statistics(case)

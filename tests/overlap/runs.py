@@ -71,6 +71,7 @@ MORE_CASES = {
     "shared_expert_gated": Case(SharedExpertOverlap, replace(PAIRS, shared_expert_gate=True)),
     "chunked_2": Case(partial(ChunkedOverlap, num_chunks=2), MIXED),
     "auto": Case(_shortcut(slot=2), MIXED),
+    "no_shared_expert": Case(_shortcut(slot=1), replace(MIXED, num_shared_experts=0)),
     "pos3_top1": Case(_shortcut(tap="pos3", slot=4), top_k=1),
     "double_gating_pos1": Case(_shortcut(tap="pos1", double_gating=True, post_norm=True, slot=0), **_gates),
 }
@@ -114,7 +115,7 @@ def train(rank: int, world: int, setup: Setup, *, pause_s: float = 0.0, skew: fl
             report = step.check()
             norm = step.commit(report, optimizer_step=optimizer.step, max_norm=setup.max_norm)
             if search is not None:
-                search.end_step(step.parallel)
+                search.end_step(step.parallel.control, torch.device("cpu"))
             out["loss"].append(report.loss)
             out["norm"].append(float(norm))
             out["counts"].append(report.counts)

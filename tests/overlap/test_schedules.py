@@ -90,6 +90,11 @@ def test_overlapped_and_late_equal_serial_and_shared_expert_equals_none(row: Row
     check_row(row, pause_s=PAUSE_S)
 
 
+def test_without_a_shared_expert_every_parameter_still_gets_a_gradient() -> None:
+    """Under `fully_shard` one without is an error."""
+    check_row(("no_shared_expert", "alltoall", False, "fully_shard", False, False, 2, False), pause_s=0.0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ALL_CASES)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)

@@ -36,6 +36,7 @@ class Paper:
         top_k: Routed experts per token and gate.
         num_heads, num_kv_heads, rope_theta, norm_eps: Of the model.
         literal_gate: Equations 2 and 3 to the letter: a softmax over the chosen experts only.
+        distinct: With two gates: the second never takes the expert that the first took (appendix A.2).
     """
 
     tap: str
@@ -47,6 +48,7 @@ class Paper:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     literal_gate: bool = False
+    distinct: bool = True
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -167,9 +169,10 @@ def pair(h: Tensor, unit: Weights, before: Weights | None, paper: Paper) -> tupl
     now = mlp + attention(mlp, {f"unit.{name}": value for name, value in unit.items()}, "unit", paper)
     tap = norm(taps[paper.tap], unit.get("extra.tap_norm.weight"), eps)
     current = norm(now, unit["norm.weight"], eps)
-    of_tap, chosen = routed(tap, unit, paper, [[] for _ in h])
+    anything: list[list[int]] = [[] for _ in h]
+    of_tap, chosen = routed(tap, unit, paper, anything)
     if paper.double_gating:
-        of_current, second = routed(current, unit, paper, chosen)
+        of_current, second = routed(current, unit, paper, chosen if paper.distinct else anything)
         both, chosen = of_tap + of_current, [a + b for a, b in zip(chosen, second)]
     elif "moe.shared_expert.down.weight" in unit:
         both = mixed(feed_forward(current, unit, "moe.shared_expert"), of_tap, current, unit, paper)

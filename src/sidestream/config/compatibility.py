@@ -16,6 +16,7 @@ from sidestream.config.devices import count_gpus
 from sidestream.config.dispatch_check import check_dispatch
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import check_keys
+from sidestream.config.measure_check import check_measure
 from sidestream.config.model_check import check_model, moe_blocks
 from sidestream.config.overlap_check import check_overlap
 from sidestream.config.routing_check import check_routing
@@ -84,6 +85,7 @@ def check(
     )
     check_dispatch(cfg, layout)
     check_overlap(cfg, layout)
+    check_measure(cfg, layout)
     return layout
 
 

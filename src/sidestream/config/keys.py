@@ -105,7 +105,9 @@ def _walk(node: DictConfig, prefix: str) -> None:
             raise ConfigError(key, "???", "has no value", expected="a value", fix=f"{key}=<value>")
         value = node[name]
         # Old spellings are also refused in a user's own option, where any key is allowed.
-        if (fields and name not in fields) or key in RENAMED:
+        # A part with a schema of its own is from the file of the script that was started.
+        typed = isinstance(value, DictConfig) and hasattr(OmegaConf.get_type(value), "__dataclass_fields__")
+        if (fields and name not in fields and not typed) or key in RENAMED:
             raise unknown_key(key, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
         if isinstance(value, DictConfig):
             _walk(value, f"{key}.")

@@ -287,9 +287,15 @@ class Checkpoint:
 
 
 @dataclass
+class OverlapReport:
+    every_n_steps: int | None = key(low=1)
+
+
+@dataclass
 class Callbacks:
     progress: Progress = field(default_factory=Progress)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    overlap_report: OverlapReport = field(default_factory=OverlapReport)
 
 
 @dataclass
@@ -320,6 +326,21 @@ class WandbLogger(Logger):
 class Paths:
     log_dir: str = key()
     cache_dir: str = key()
+
+
+@dataclass
+class Measure(Component):
+    """Of scripts/measure_overlap.py; `train.py` has no such group."""
+
+    scope: str = one_of("unit", "step")
+    layer: int = key(low=0)
+    compute: str = one_of("real", "sleep")
+    sleep_ms: dict[str, float] | None = key()
+    comm_share: float | None = key(above=0.0, high=0.95)
+    rounds: int = key(low=1)
+    warmup: int = key(low=0)
+    trace: bool = key()
+    out: str | None = key()
 
 
 @dataclass
@@ -385,6 +406,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "callbacks": {"default": Callbacks},
     "logger": {"none": Logger, "csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger},
     "paths": {"default": Paths},
+    "measure": {"overlap": Measure},
 }
 
 

@@ -2,12 +2,15 @@
 
 import argparse
 import faulthandler
+import importlib
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,7 +48,7 @@ class RankEnv:
 def run_rank(
     cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv, hard_stop: float | None = None
 ) -> int:
-    """Trains as one rank of the run and returns its exit code; an error is recorded, not raised.
+    """Trains as one rank of the run, or measures, and returns its exit code; an error is recorded, not raised.
 
     Args:
         cfg: The resolved config.
@@ -60,15 +63,20 @@ def run_rank(
     _use_cores(cfg.trainer, env)
     keep_freed_memory()
     try:
-        from sidestream.run import train
-
-        result = train(cfg, layout=layout, folder=folder, env=env)
+        result = _job(cfg)(cfg, layout=layout, folder=folder, env=env)
     except Exception as error:
         failures.record(folder, rank=env.rank, error=error)
         return 2 if isinstance(error, ConfigError) else 1
     if result["status"] == "interrupted":
         return 128 + (stopping.requested() or signal.SIGTERM)
     return 0
+
+
+def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
+    """What every rank calls: training, or what the config of a script puts in its place."""
+    target = cfg.measure["_target_"] if "measure" in cfg else "sidestream.run.train"
+    module, _, name = target.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def _configure_logging(folder: Path, env: RankEnv) -> None:

@@ -137,12 +137,20 @@ class RichProgress(Callback):
             self._line(f"{self._steps()}  val loss {val_loss:.4f} {self._unit}")
 
     def show_end(
-        self, *, val_loss: float | None, folder: Path, mfu: float | None = None, status: str = "finished"
+        self,
+        *,
+        val_loss: float | None,
+        folder: Path,
+        mfu: float | None = None,
+        status: str = "finished",
+        overlap: str | None = None,
     ) -> None:
-        """Says where a run ended; `mfu` is a share of 1, `status` that of result.json."""
+        """Says where a run ended; `mfu` is a share of 1, `status` that of result.json, `overlap` a line of its own."""
         self._stop()
         if self._silent:
             return
+        if overlap is not None:
+            self._line(overlap)
         if status != "finished":
             self._line(f"{status}; go on with: python train.py resume={folder}")
             return

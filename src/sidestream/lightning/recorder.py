@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from sidestream.lightning.progress import RichProgress
+from sidestream.measure.overlap_report import OverlapReport
 from sidestream.parallel.step import StepReport
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder
@@ -172,6 +173,22 @@ class Recorder:
         if self._writes:
             self._progress.show_validation(step, val_loss)
             self._write(step, {names.VAL_LOSS: val_loss})
+
+    def overlap(self, step: int, report: OverlapReport) -> None:
+        """Record a measurement of overlap after `step` committed steps."""
+        if self._writes:
+            self._write(
+                step,
+                {
+                    names.OVERLAP_COMPUTE_MS: 1e3 * report.t_comp,
+                    names.OVERLAP_COMM_MS: 1e3 * report.t_comm,
+                    names.OVERLAP_SERIAL_MS: 1e3 * report.t_serial,
+                    names.OVERLAP_OVERLAPPED_MS: 1e3 * report.t_overlap,
+                    names.OVERLAP_E_HIDE: report.e_hide,
+                    names.OVERLAP_E_COMM: report.e_comm,
+                    names.OVERLAP_BOUND: report.bound,
+                },
+            )
 
     def _keep_load(self, step: int, report: StepReport) -> None:
         if report.counts.numel() == 0:

@@ -176,7 +176,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 break
         norm = step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
         if (slots := getattr(step.model.schedule, "slots", None)) is not None:
-            slots.end_step(self.parallel)
+            slots.end_step(self.parallel.control, self.root_device)
         return report, norm
 
     @override

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -80,21 +81,25 @@ def compose_layer(conf: Path, shape: LayerShape, arm: str) -> DictConfig:
 
 @cache
 def compose_options(conf: Path, shape: LayerShape, *overrides: str) -> DictConfig:
-    """The config of train.py for one layer of a shape, with overrides that come last. Not to be changed."""
+    """The config of train.py for one layer of a shape, with overrides that come last. Not to be changed.
+
+    Raises:
+        ValueError: An override names nothing.
+    """
     entry.register()
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        return compose(
-            "train",
-            [
-                "balance=none",
-                f"router.top_k={shape.top_k}",
-                f"model.hidden_size={shape.hidden_size}",
-                f"model.expert_hidden_size={shape.expert_hidden_size}",
-                f"model.num_experts={shape.num_experts}",
-                "model.num_shared_experts=0",
-                *overrides,
-            ],
-        )
+    own = [
+        "balance=none",
+        f"router.top_k={shape.top_k}",
+        f"model.hidden_size={shape.hidden_size}",
+        f"model.expert_hidden_size={shape.expert_hidden_size}",
+        f"model.num_experts={shape.num_experts}",
+        "model.num_shared_experts=0",
+    ]
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            return compose("train", [*own, *overrides])
+    except HydraException as error:
+        raise ValueError(f"{', '.join(overrides)}: {str(error).splitlines()[0]}") from error
 
 
 def sidestream_arm(

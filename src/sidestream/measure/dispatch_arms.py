@@ -234,7 +234,7 @@ class _Floor:
             raise ValueError(f"floors={of.name}: its rows are coded; expected dispatcher.wire_dtype=model")
         if dist.get_world_size() == 1:
             raise ValueError(f"floors={of.name}: nothing travels on one rank")
-        extra = ("dispatcher.transport=torch",) if "transport" in cfg else ()
+        extra: tuple[str, ...] = ("dispatcher.transport=torch",) if "transport" in cfg else ()
         if of.transport != "torch":
             extra += ("dispatcher.capacity_factor=null",)
         self.kind, self.name = kind, f"{kind} of {of.name}"

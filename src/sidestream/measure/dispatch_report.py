@@ -173,14 +173,14 @@ def _ms(values: dict[str, float]) -> str:
 
 
 def transports(result: dict[str, Any]) -> list[str]:
-    """What moved the bytes of any arm."""
+    """What moved the bytes of any arm; nothing does so on one rank."""
     found = {
         arm["transport"]
         for record in result["results"]
         for arm in record["arms"].values()
-        if arm["kind"] == "dispatcher"
+        if arm["kind"] == "dispatcher" and arm["transport"] is not None
     }
-    return sorted(str(transport) for transport in found)
+    return sorted(found)
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -229,7 +229,7 @@ def draw(result: dict[str, Any]) -> Figure:
             axes.axis("off")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    moved = ", ".join(transports(result))
+    moved = ", ".join(transports(result)) or "none"
     title = f"Dispatch and combine, both passes\n{result['device']}, transport {moved}, {result['precision']}"
     figure.suptitle(title, fontsize=10)
     return figure
@@ -297,17 +297,20 @@ def facts(result: dict[str, Any]) -> list[str]:
     commit = str(result["commit"])[:12] + ("-dirty" if result["dirty"] else "")
     against = ", ".join(dict.fromkeys(f"`{record['against']}`" for record in result["results"]))
     floors = [
-        f"{record['shape']} {record['routing']['kind']} {ratio['median']:.2f}"
+        f"{record['shape']} {record['routing']['kind']} `{name}` {ratio['median']:.2f}"
         for record in result["results"]
-        for ratio in record["exchange_over_bare"].values()
+        for name, ratio in record["exchange_over_bare"].items()
     ]
     commands = dict.fromkeys(f"`{one['command']}`" for one in result["environments"])
     found = [f"Commands: {'; '.join(commands)}"]
-    found += [
-        f"Machine: {result['device']}, torch {one['versions']['torch']}, {result['precision']}; load average before "
-        f"{', '.join(f'{value:.1f}' for value in one['load_average']['before'])}"
-        for one in result["environments"]
-    ]
+    for one in result["environments"]:
+        load = ", ".join(f"{value:.1f}" for value in one["load_average"]["before"])
+        device = one["cpu"] if result["device"] == "cpu" else f"{result['device']}, NCCL {one['nccl']}"
+        pinned = ", one thread and core a rank" if result["pinned"] else ""
+        found.append(
+            f"Machine: {device}{pinned}, torch {one['versions']['torch']}, {result['precision']}; load average before "
+            f"{load}"
+        )
     found.append(f"Commit `{commit}`; {result['rounds']} rounds in each of {result['starts']} start(s)")
     found.append(f"Ratio: cycle over that of {against}, minimum / median")
     if floors:

@@ -171,24 +171,7 @@ def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
             arm.dispatcher.reset_needed()
     gc.collect()
     load_before = os.getloadavg()
-    fresh = run_rounds(
-        case.arms,
-        tokens=case.tokens,
-        output_gradient=output_gradient,
-        rounds=job.rounds,
-        warmup=job.warmup,
-        seed=job.seed,
-    )
-    frozen = None
-    if job.frozen_rounds:
-        frozen = run_rounds(
-            case.arms,
-            tokens=lambda _: x,
-            output_gradient=output_gradient,
-            rounds=job.frozen_rounds,
-            warmup=job.warmup,
-            seed=job.seed,
-        )
+    fresh, frozen = _time(case, x, output_gradient)
     load_after = os.getloadavg()
     static = [_static(arm, case) for arm in case.arms]
     sent, peak = _bytes_and_memory(case.arms, x, output_gradient)
@@ -219,6 +202,24 @@ def _measure(case: Case, say: Callable[[str], None]) -> dict[str, Any]:
         "left_out": case.left_out,
         "arms": arms,
     }
+
+
+def _time(case: Case, x: Tensor, output_gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Seconds with fresh tokens in every call, and with `x` in every call where that is asked for."""
+    job = case.job
+
+    def rounds(count: int, tokens: Callable[[int], Tensor]) -> Tensor:
+        return run_rounds(
+            case.arms,
+            tokens=tokens,
+            output_gradient=output_gradient,
+            rounds=count,
+            warmup=job.warmup,
+            seed=job.seed,
+        )
+
+    fresh = rounds(job.rounds, case.tokens)
+    return fresh, rounds(job.frozen_rounds, lambda _: x) if job.frozen_rounds else None
 
 
 def _leave_out_overflowing(case: Case, x: Tensor) -> None:

@@ -6,8 +6,8 @@ start. `duration` is the time of such a list.
 
 `best_order` takes the list of a *serial* pass and moves every wait to where the result is first read (dispatch: before
 its experts; combine: at the end of the unit), and in backward every start to where its rows are first there (combine:
-at the beginning; dispatch: behind its experts). The work keeps the order that the schedule gave it. The bound so follows
-from the schedule's order of work and not from how it happened to run: a wait in the wrong place does not lower it.
+at the beginning; dispatch: behind its experts). The work keeps the order that the schedule gave it. So the bound
+follows from the schedule's order of work, not from how it happened to run: a wait in the wrong place does not lower it.
 
 With d and c for dispatch and combine, e for the experts, and work that can hide nothing left out, that is
 

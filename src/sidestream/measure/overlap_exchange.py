@@ -97,7 +97,7 @@ def channel_of(model: MoETransformer) -> Channel:
         )
     if isinstance(channel, CallChannel):
         raise ValueError(
-            f"measuring overlap: dispatcher={dispatcher.name} calls a library, whose transfers cannot be made alone; set "
-            f"dispatcher.transport=torch"
+            f"measuring overlap: dispatcher={dispatcher.name} calls a library, whose transfers cannot be made alone; "
+            f"set dispatcher.transport=torch"
         )
     return channel

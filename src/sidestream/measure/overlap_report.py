@@ -101,30 +101,24 @@ def overlap_report(
     )
 
 
-def hidden_share(
+def hidden_seconds(
     transfers: Sequence[tuple[float, float]], compute: Sequence[tuple[float, float]]
-) -> float | None:
-    """E_trace: of the time in which something travels, the share in which the rank computes.
+) -> tuple[float, float]:
+    """Seconds in which something travels and the rank computes, and seconds in which something travels.
 
-    What profilers call overlap. It says whether work was done beside a transfer, not whether time was gained: compute
-    that is slowed down by the transfer counts in full.
+    Their ratio, E_trace, is what profilers call overlap. It says whether work was done beside a transfer, not whether
+    time was gained: compute that is slowed down by the transfer counts in full.
 
     Args:
         transfers, compute: Intervals (begin, end), in any order.
-
-    Returns:
-        None if nothing travels.
     """
     travelling, computing = _union(transfers), _union(compute)
-    total = sum(end - begin for begin, end in travelling)
-    if total <= 0:
-        return None
     both = sum(
         max(0.0, min(end, other_end) - max(begin, other_begin))
         for begin, end in travelling
         for other_begin, other_end in computing
     )
-    return both / total
+    return both, sum(end - begin for begin, end in travelling)
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -143,11 +137,11 @@ def ratio(value: float | None, *, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def one_line(report: OverlapReport) -> str:
+def one_line(serial_ms: float, overlapped_ms: float, *, e_hide: float | None, bound: float | None) -> str:
     """The line that a run prints at its end."""
     return (
-        f"overlap: {1e3 * report.t_serial:.1f} ms serial, {1e3 * report.t_overlap:.1f} ms overlapped; "
-        f"E_hide {ratio(report.e_hide)}, at most {ratio(report.bound)} with this schedule"
+        f"overlap of one MoE unit: {serial_ms:.1f} ms serial, {overlapped_ms:.1f} ms overlapped; "
+        f"E_hide {ratio(e_hide)}, at most {ratio(bound)} with this schedule"
     )
 
 

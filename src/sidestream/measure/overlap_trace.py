@@ -2,9 +2,9 @@
 
     attention, attention_before, feed_forward, router, experts, weight_gradients, shared, shared_up, shared_down
 
-The hooks replace bound methods on the instances and are taken away by `close`. In forward a part is what happens between
-its call and its return. In backward it is what autograd does between two markers: the one on the part's output, which is
-reached first, and the one on its inputs, which has all their gradients when it is reached.
+The hooks replace bound methods on the instances and are taken away by `close`. In forward a part is what happens
+between its call and its return. In backward it is what autograd does between two markers: the one on the part's output,
+which is reached first, and the one on its inputs, which has all their gradients when it is reached.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class UnitWork:
         precision: Context of a forward pass.
     """
 
-    passes = ("forward", "backward")
+    passes: tuple[str, ...] = ("forward", "backward")
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class UnitWork:
         *,
         precision: Precision = nullcontext,
     ) -> None:
-        self.model, self.blocks = model, [unit]
+        self.model = model
+        self.blocks: list[MoEUnit | DenseBlock] = [unit]
         self._unit, self._context, self._precision = unit, context, precision
         self._h = h.detach().requires_grad_()
         owners = [unit] if unit.before is None else [unit, unit.before]
@@ -94,15 +95,12 @@ class StepWork:
         batch: This rank's share of the global batch.
     """
 
-    passes = ("step",)
+    passes: tuple[str, ...] = ("step",)
 
     def __init__(self, step: TrainingStep, batch: Batch) -> None:
         self.model, self._step, self._batch = step.model, step, batch
-        self.blocks: list[MoEUnit | DenseBlock] = [
-            block
-            for block in step.model.blocks
-            if not step.model.runs_in_parts(block)  # type: ignore[misc]
-        ]
+        blocks: list[Any] = list(step.model.blocks)
+        self.blocks: list[MoEUnit | DenseBlock] = [b for b in blocks if not step.model.runs_in_parts(b)]
         self._random = torch.get_rng_state()
 
     def run(self, name: str) -> None:

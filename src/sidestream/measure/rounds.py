@@ -6,12 +6,14 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sidestream.measure.arms import Arm
+if TYPE_CHECKING:
+    from sidestream.measure.arms import Arm
 
 
 def order_of_round(num_arms: int, round_index: int, *, seed: int) -> list[int]:

@@ -42,6 +42,14 @@ SHAPES = {
 }
 
 
+def listed() -> str:
+    """The named shapes, as a help text has them."""
+    return ", ".join(
+        f"{s.name} {s.tokens},{s.hidden_size},{s.expert_hidden_size},{s.num_experts},{s.top_k}"
+        for s in SHAPES.values()
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One shape at one number of ranks; every rank holds `num_experts / world_size` experts."""

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sidestream.parallel.mesh import Parallel
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -88,8 +86,13 @@ class SlotSearch:
         measures = self._measures and training and torch.is_grad_enabled()
         return slot, self._clocks[tap] if measures else None
 
-    def end_step(self, parallel: Parallel) -> None:
-        """After each step on every rank; after the measured ones the slots are decided. Collective once."""
+    def end_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """After each step on every rank; after the measured ones the slots are decided. Collective once.
+
+        Args:
+            group: Of all ranks.
+            device: Of the group's tensors.
+        """
         self._count += 1
         if not self._measures or self._count < MEASURED_STEPS:
             return
@@ -97,18 +100,12 @@ class SlotSearch:
         for tap in sorted(self._steps):
             names = [*self._steps[tap], "dispatch", "combine"]
             seconds = [statistics.median(self._clocks[tap].seconds[name]) for name in names]
-            slowest = torch.tensor(seconds, dtype=torch.float64, device=_device(parallel))
-            if parallel.world_size > 1:
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=parallel.control)
-                dist.broadcast(slowest, src=0, group=parallel.control)
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            dist.broadcast(slowest, src=0, group=group)
             *steps, dispatch, combine = slowest.tolist()
             self.found[tap] = best_slot(steps, dispatch=dispatch, combine=combine)
             if dist.get_rank() == 0:
                 times = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in zip(names, slowest.tolist()))
                 log.info("overlap.slot at %s: %d (%s)", tap, self.found[tap], times)
         self._clocks.clear()
-
-
-def _device(parallel: Parallel) -> torch.device:
-    kind = parallel.dense.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

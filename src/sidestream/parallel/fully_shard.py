@@ -45,7 +45,7 @@ class FullyShard:
         for block in model.blocks:
             # A block that the unit behind it runs is never called as a whole, so its parts gather for themselves;
             # its norms stay with the root.
-            pieces = [block.self_attention, block.ffn] if model.runs_in_parts(block) else [block]
+            pieces: list[Any] = [block.self_attention, block.ffn] if model.runs_in_parts(block) else [block]
             for piece in pieces:
                 fully_shard(piece, mesh=parallel.dense, **options)
         fully_shard(model, mesh=parallel.dense, **options)

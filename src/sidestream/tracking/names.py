@@ -1,7 +1,7 @@
 """Names of the metrics that the loggers, metrics.jsonl, the progress bar and the plots share.
 
-A record of metrics.jsonl is one flat object: `STEP`, `TOKENS`, and either all names of `TRAINING` or all of
-`VALIDATION`, null where a value is not known. docs/tracking.md explains each.
+A record of metrics.jsonl is one flat object: `STEP`, `TOKENS`, and all names of `TRAINING`, of `VALIDATION` or of
+`OVERLAP`, null where a value is not known. docs/tracking.md explains each.
 """
 
 STEP = "step"  # optimizer steps done
@@ -35,6 +35,15 @@ METADATA_BYTES = "perf/bytes_metadata"  # of these: counts and routing weights
 MEMORY = "mem/current_bytes"  # largest of all ranks, after the step
 PEAK_MEMORY = "mem/peak_bytes"  # largest of all ranks, since the run began
 
+# Of one MoE unit, forward and backward, slowest rank, medians; docs/overlap.md defines them.
+OVERLAP_COMPUTE_MS = "perf/overlap/compute_ms"
+OVERLAP_COMM_MS = "perf/overlap/comm_ms"
+OVERLAP_SERIAL_MS = "perf/overlap/serial_ms"
+OVERLAP_OVERLAPPED_MS = "perf/overlap/overlapped_ms"
+OVERLAP_E_HIDE = "perf/overlap/e_hide"
+OVERLAP_E_COMM = "perf/overlap/e_comm"
+OVERLAP_BOUND = "perf/overlap/bound"  # the largest e_hide that the schedule can reach
+
 VAL_LOSS = "val/loss"  # nats per token
 
 LOAD_PICTURE = "moe/expert_load"  # expert_load.png; loggers only
@@ -47,3 +56,7 @@ TRAINING = (
     *(MEMORY, PEAK_MEMORY),
 )
 VALIDATION = (VAL_LOSS,)
+OVERLAP = (
+    *(OVERLAP_COMPUTE_MS, OVERLAP_COMM_MS, OVERLAP_SERIAL_MS, OVERLAP_OVERLAPPED_MS),
+    *(OVERLAP_E_HIDE, OVERLAP_E_COMM, OVERLAP_BOUND),
+)

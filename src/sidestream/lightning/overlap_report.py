@@ -1,0 +1,92 @@
+"""`callbacks.overlap_report.every_n_steps`: measures, during training, how much of the exchanges is hidden."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from sidestream.data.batch import Batch
+from sidestream.measure.overlap import Bench, Measured
+from sidestream.measure.overlap_exchange import channel_of
+from sidestream.measure.overlap_report import OverlapReport
+from sidestream.measure.overlap_work import UnitWork, preserved, unit_input
+from sidestream.model.transformer import MoETransformer
+from sidestream.tracking.result import Overlap
+
+log = logging.getLogger(__name__)
+
+ROUNDS = 3
+
+
+class ReportOverlap(Callback):
+    """After every n-th commit, measures the unit of the first MoE layer on the step's first micro-batch. Collective.
+
+    The run stays what it would have been, bit for bit: see `preserved`.
+
+    Args:
+        every_n_steps: None: never.
+
+    Attributes:
+        last: The last report; None before the first.
+    """
+
+    def __init__(self, *, every_n_steps: int | None) -> None:
+        self.every_n_steps = every_n_steps
+        self.last: OverlapReport | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """What a config cannot tell: which transport `auto` has become."""
+        if self.every_n_steps is None:
+            return
+        try:
+            channel_of(pl_module.model)
+        except ValueError as error:
+            self.every_n_steps = None
+            if trainer.is_global_zero:
+                log.warning("callbacks.overlap_report: switched off: %s", error)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.every_n_steps is None or step % self.every_n_steps:
+            return
+        recipe = pl_module.recipe
+        micro_batch = batch.split(recipe.micro_batch_size)[0]
+        self.last = measure_unit(pl_module.model, micro_batch, autocast=recipe.autocast).report()
+        pl_module.recorder.overlap(step, self.last)
+
+    def result(self) -> Overlap | None:
+        """The entry `overlap` of result.json."""
+        if self.last is None:
+            return None
+        return Overlap(
+            compute_ms=1e3 * self.last.t_comp,
+            comm_ms=1e3 * self.last.t_comm,
+            serial_ms=1e3 * self.last.t_serial,
+            overlapped_ms=1e3 * self.last.t_overlap,
+            e_hide=self.last.e_hide,
+            e_comm=self.last.e_comm,
+            bound=self.last.bound,
+        )
+
+
+def measure_unit(
+    model: MoETransformer, batch: Batch, *, autocast: bool, rounds: int = ROUNDS, warmup: int = 1
+) -> Measured:
+    """Measure the unit of the first MoE layer of a model in training, and leave the model as it was. Collective."""
+    device = batch.inputs.device.type
+    precision = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=autocast)
+    with preserved(model, channel_of(model)), torch.enable_grad():
+        model.eval()  # no dropout on the way to the unit
+        unit, h, context = unit_input(model, batch, precision=precision)
+        bench = Bench(UnitWork(model, unit, h, context, precision=precision))
+        try:
+            bench.record()
+            return bench.measure(rounds=rounds, warmup=warmup)
+        finally:
+            bench.close()
