@@ -14,7 +14,7 @@ Compose = Callable[..., DictConfig]
 
 @pytest.fixture
 def compose() -> Iterator[Compose]:
-    """Returns a function from overrides to the root config of train.py."""
+    """Returns a function from overrides to the root config of train.py, or of `config_name`."""
     entry.register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: hydra_compose("train", list(overrides))
+        yield lambda *overrides, config_name="train": hydra_compose(config_name, list(overrides))

@@ -21,9 +21,13 @@ def test_an_option_is_typed_and_its_first_line_is_a_command_that_runs(compose: C
     # Hydra wants the package in the first line of a file that has one.
     line = (CONF / option).read_text().removeprefix("# @package _global_\n").splitlines()[0]
     command = shlex.split(line.removeprefix("# "))
-    assert command[:2] == ["python", "train.py"]
     group = str(option.parent)
-    cfg = compose(*command[2:]) if group == "." else compose(f"{group}={option.stem}", *command[2:])
+    script = "scripts/measure_overlap.py" if option.stem == "measure_overlap" else "train.py"
+    assert command[:2] == ["python", script]
+    if group == ".":
+        cfg = compose(*command[2:], config_name=option.stem)
+    else:
+        cfg = compose(f"{group}={option.stem}", *command[2:])
     check(cfg, device_count=0)
     if group not in (".", "experiment"):
         assert hasattr(OmegaConf.get_type(cfg[group]), "__dataclass_fields__")

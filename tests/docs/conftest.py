@@ -11,7 +11,11 @@ from tests.docs.pages import REPOSITORY
 
 @pytest.fixture
 def compose() -> Iterator[Callable[..., DictConfig]]:
-    """Returns a function from overrides to the root config of train.py."""
+    """Returns a function from overrides to the root config of train.py, or of `config_name`."""
     entry.register()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        yield lambda *overrides, **options: hydra_compose("train", list(overrides), **options)
+
+        def compose(*overrides: str, config_name: str = "train", **options: object) -> DictConfig:
+            return hydra_compose(config_name, list(overrides), **options)
+
+        yield compose

@@ -36,6 +36,7 @@ SHORT = [
     "trainer.pin_cpu=false",
     "trainer.accelerator=cpu",
 ]
+CONFIGS = {"train.py": "train", "scripts/measure_overlap.py": "measure_overlap"}
 ALL = [(page, words) for page in PAGES for block in blocks(page, "bash") for words in commands(block)]
 
 
@@ -67,9 +68,19 @@ def test_a_command_is_legal(
         check_make(rest)
     elif program == "torchrun":
         (ranks,) = [int(part.partition("=")[2]) for part in rest if part.startswith("--nproc-per-node=")]
-        check_train(compose, rest[rest.index("train.py") + 1 :], world_size=ranks, local_world_size=ranks)
+        (place,) = [place for place, part in enumerate(rest) if part in CONFIGS]
+        world = {"world_size": ranks, "local_world_size": ranks}
+        check_train(compose, rest[place + 1 :], config=CONFIGS[rest[place]], **world)
     elif words[:2] == ["python", "train.py"]:
         check_train(compose, rest[1:])
+    elif words[:2] == ["python", "scripts/measure_overlap.py"]:
+        check_train(compose, rest[1:], config="measure_overlap")
+    elif words[:2] == ["python", "scripts/two_hosts.py"]:
+        inner = rest.index("--")
+        script(rest[0]).arguments(rest[1:])
+        two = {"world_size": 2, "local_world_size": 1}
+        assert rest[inner + 1] == "python"
+        check_train(compose, rest[inner + 3 :], config=CONFIGS[rest[inner + 2]], **two)
     elif words[:2] == ["python", "eval.py"]:
         assert {part.partition("=")[0] for part in rest[1:]} <= script("eval.py").DEFAULTS.keys()
     else:
@@ -94,7 +105,7 @@ def check_make(words: list[str]) -> None:
         assert re.search(rf"^{name} \?=" if equals else rf"^{name}:", makefile, re.MULTILINE), word
 
 
-def check_train(compose: Compose, argv: list[str], **world: int) -> None:
+def check_train(compose: Compose, argv: list[str], *, config: str = "train", **world: int) -> None:
     """Composes and checks what the arguments ask for, each job of a sweep."""
     flags, overrides = arguments.split(argv)
     if "--help" in flags:
@@ -105,7 +116,7 @@ def check_train(compose: Compose, argv: list[str], **world: int) -> None:
         part for part in overrides if arguments.key_of(part) != "resume"
     ]  # needs a run: see the tour below
     for job in jobs(kept):
-        check(compose(*job, *search), device_count=0, **world)
+        check(compose(*job, *search, config_name=config), device_count=0, **world)
 
 
 def jobs(overrides: list[str]) -> Iterator[tuple[str, ...]]:

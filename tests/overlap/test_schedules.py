@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.core.build_tiny import Setup
+from sidestream.overlap.chunked import ChunkedOverlap
+from sidestream.overlap.shared_expert import SharedExpertOverlap
+from sidestream.overlap.two_batch import TwoBatchOverlap
+from tests.core.build_tiny import Setup, make_model
 from tests.core.pairwise import Row, pairwise
 from tests.overlap.runs import CASES, MORE_CASES, PAUSE_S, Case, differences, train
 from tests.rank_pool import ranks
@@ -170,7 +174,9 @@ def test_any_slot_gives_the_same_bits() -> None:
 def test_f1_a_rank_without_tokens_changes_no_order(name: str) -> None:
     """Every token to the experts of rank 0, and rank 1 with padding alone: neither shows in the exchanges."""
     case = CASES[name]
-    setup = case.setup(ep=2, balance="bias", steps=1, schedule=partial(case.make, delay_wgrad=True))
+    setup = case.setup(
+        ep=2, balance="bias", steps=1, recompute=True, schedule=partial(case.make, delay_wgrad=True)
+    )
     even = ranks(2).run(train, setup=setup)
     skewed = ranks(2).run(train, setup=setup, pause_s=PAUSE_S, skew=100.0)
     idle = ranks(2).run(train, setup=setup.with_(padded=True), pause_s=PAUSE_S)
@@ -185,3 +191,43 @@ def test_f1_a_rank_without_tokens_changes_no_order(name: str) -> None:
         assert differences(one, other) == []
     experts = [grad for parameter, grad in skewed[0]["grads"].items() if ".experts." in parameter]
     assert all(grad[:first].any() and not grad[first:].any() for grad in experts)
+
+
+def answers(
+    rank: int, world: int, make: Any, setup: Setup, sizes: list[tuple[int, int]]
+) -> dict[tuple[int, int], list[Tensor]]:
+    """Logits without a graph, serial and overlapped, for batches of so many sequences of so many tokens."""
+    found: dict[tuple[int, int], list[Tensor]] = {size: [] for size in sizes}
+    for enabled in (False, True):
+        model = make_model(setup.with_(schedule=partial(make, enabled=enabled))).eval()
+        generator = torch.Generator().manual_seed(rank)
+        for size in sizes:
+            tokens = torch.randint(0, setup.shape.vocab_size, size, generator=generator)
+            with torch.inference_mode():
+                found[size].append(model(tokens).clone())
+        model.parts.dispatcher.close()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_takes_single_sequences_and_fewer_tokens_than_chunks(name: str) -> None:
+    case = CASES[name]
+    sizes = [(1, 1), (1, 2), (3, 5)]
+    for world, ep, dispatcher in ((1, 1, "local"), (2, 2, "deep_ep")):
+        setup = case.setup(ep=ep, dispatcher=dispatcher)
+        for result in ranks(world).run(answers, make=case.make, setup=setup, sizes=sizes):
+            for serially, overlapped in result.values():
+                assert torch.equal(serially, overlapped) and overlapped.isfinite().all()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 8])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_plan_never_has_more_tokens_than_announced(num_sequences: int, padding: int) -> None:
+    """Buffers of static dispatchers are sized by it."""
+    rows = num_sequences * 7 + padding
+    for num_chunks in (1, 2, 3, 5, 100):
+        announced = ChunkedOverlap(num_chunks=num_chunks).tokens_per_plan(num_sequences, 7, padding=padding)
+        assert announced == max(len(chunk) for chunk in torch.zeros(rows).tensor_split(num_chunks))
+    half = max(len(part) for part in torch.zeros(num_sequences).tensor_split(2))
+    assert TwoBatchOverlap().tokens_per_plan(num_sequences, 7, padding=padding) == half * 7 + padding
+    assert SharedExpertOverlap().tokens_per_plan(num_sequences, 7, padding=padding) == rows

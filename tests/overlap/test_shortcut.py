@@ -47,12 +47,15 @@ def variants() -> list[tuple[dict[str, Any], int]]:
     return single + double
 
 
-def build(options: dict[str, Any], top_k: int, *, lone: bool = False, shared: bool = True) -> MoETransformer:
+def build(
+    options: dict[str, Any], top_k: int, *, lone: bool = False, shared: bool = True, **sizes: Any
+) -> MoETransformer:
     sharing = int(shared and not options.get("double_gating"))
     # Smaller weights than elsewhere: scores of attention that are large enlarge their rounding.
     shape = replace(PAIRS, num_shared_experts=sharing, init_std=0.1)
     if lone:  # an MoE block behind nothing
         shape = replace(shape, num_layers=1, moe_layers=(0,))
+    shape = replace(shape, **sizes)
     return make_model(
         Setup(
             dispatcher="local", top_k=top_k, shape=shape, schedule=lambda: ShortcutOverlap(slot=1, **options)
@@ -63,7 +66,8 @@ def build(options: dict[str, Any], top_k: int, *, lone: bool = False, shared: bo
 def by_model(model: MoETransformer, h: Tensor, up: Tensor) -> dict[str, Tensor]:
     """Output of the blocks, and gradients: the input's, and the parameters' by name."""
     y = h.requires_grad_()
-    for unit, context in model.units([PLAIN] * len(model.blocks)):
+    contexts = model._contexts(PLAIN, seq_length=LENGTH, device=h.device)
+    for unit, context in model.units(contexts):
         y = unit(y, context)
     y.backward(up)
     grads = {name: full(p.grad) for name, p in model.blocks.named_parameters()}
@@ -147,6 +151,17 @@ def test_auto_reads_inside_a_dense_block_in_front_and_else_the_input(
 ) -> None:
     paper = paper_of({**options, "tap": tap}, 1)
     (result,) = ranks(1).run(compare, options=options, top_k=1, paper=paper, **model_options)
+    assert max(result["errors"].values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("tap", ["pos1", "pos2", "pos3"])
+@pytest.mark.parametrize(("full", "windows"), [((1,), (3, None)), ((0,), (None, 3))])
+def test_each_attention_of_a_pair_has_its_own_window(
+    tap: str, full: tuple[int, ...], windows: tuple[int | None, int | None]
+) -> None:
+    sizes = {"sliding_window": 3, "full_attention_layers": full}
+    paper = paper_of({"tap": tap}, 1, windows=windows)
+    (result,) = ranks(1).run(compare, options={"tap": tap}, top_k=1, paper=paper, **sizes)
     assert max(result["errors"].values()) < TOLERANCE
 
 

@@ -35,6 +35,7 @@ class Paper:
         double_gating: Equation 23.
         top_k: Routed experts per token and gate.
         num_heads, num_kv_heads, rope_theta, norm_eps: Of the model.
+        windows: Last tokens that a token attends to, in the dense and in the MoE block; None: all.
         literal_gate: Equations 2 and 3 to the letter: a softmax over the chosen experts only.
         distinct: With two gates: the second never takes the expert that the first took (appendix A.2).
     """
@@ -47,6 +48,7 @@ class Paper:
     num_kv_heads: int = 2
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    windows: tuple[int | None, int | None] = (None, None)
     literal_gate: bool = False
     distinct: bool = True
 
@@ -90,7 +92,8 @@ def attention(h: Tensor, w: Weights, block: str, paper: Paper) -> Tensor:
         projected[heads : heads + kv_heads],
         projected[heads + kv_heads :],
     )
-    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    ones, window = torch.ones(len(x), len(x), dtype=torch.bool), paper.windows[block == "unit"]
+    hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
     outputs = []
     for number, query in enumerate(queries):
         group = number * kv_heads // heads

@@ -29,7 +29,7 @@ class Packing(Protocol):
         ...
 
     def rows_per_pair(self, max_tokens: int, top_k: int, num_local: int) -> int:
-        """Most rows that one rank can have for another."""
+        """Most rows that one rank can have for another, given that no token chooses an expert twice."""
         ...
 
     def destinations(self, expert_ids: Tensor, num_local: int, num_ranks: int) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sidestream.fusion.late import Late
 from sidestream.model.block import DenseBlock, MoEUnit
 from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.moe import LateWeights, MoE, Routed
@@ -302,12 +303,12 @@ class Hooks:
         original, tracer = moe.experts.late_weights, self._tracer
 
         def late_weights(dtype: torch.dtype) -> LateWeights:
-            late = original(dtype)
-            key = tracer._key(number, "weight_gradients")
+            part = _Part(tracer, "weight_gradients", tracer._key(number, "weight_gradients"))
             if tracer.asleep:
-                part = _Part(tracer, "weight_gradients", key)
-                return replace(late, weights=(_SleepLater.apply(part, late.weights[0]), late.weights[1]))
-            _time_both(_Part(tracer, "weight_gradients", key), late)
+                token = _SleepLater.apply(part, moe.experts.w_gate_up)
+                return LateWeights((token, token), (Late(), Late()))
+            late = original(dtype)
+            _time_both(part, late)
             return late
 
         return late_weights
@@ -319,7 +320,7 @@ class _SleepLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: _Part, weight: Tensor) -> Tensor:
         ctx.part = part
-        return weight.new_empty(()).expand(weight.shape)
+        return torch.empty((), device=weight.device)
 
     @staticmethod
     @once_differentiable
