@@ -87,12 +87,15 @@ def model_builder(
         vocab_size: As in `model_shape`.
         device: Where the parameters live.
         num_sequences: Most sequences of a rank in one forward pass.
-        exact: Dispatch without a static budget, whatever the config says: for evaluation, where nothing may be lost.
+        exact: Dispatch without a static budget and without a library, whatever the config says: for evaluation, on
+            one rank, where nothing may be lost.
     """
     dtype, compute_dtype = PRECISIONS[cfg.trainer.precision]
     shape = model_shape(cfg, vocab_size=vocab_size)
     router, balance = make(cfg.router), make(cfg.balance)
-    eager = {"capacity_factor": None} if exact and "capacity_factor" in cfg.dispatcher else {}
+    # On one rank nothing travels, and a library may not even run there.
+    plain = {"capacity_factor": None, "transport": "torch"} if exact else {}
+    eager = {name: value for name, value in plain.items() if name in cfg.dispatcher}
     dispatcher, fusion, schedule, link = (
         make(cfg.dispatcher, **eager),
         make(cfg.fusion),

@@ -49,7 +49,7 @@ def numbers(limit: int | None) -> list[str]:
     return [] if limit is None else [str(limit)]
 
 
-@pytest.mark.parametrize(("column", "name"), enumerate(NAMES))
+@pytest.mark.parametrize(("column", "name"), list(enumerate(NAMES)))
 def test_needs(column: int, name: str):
     cells = {row: re.findall(r"\d[\d.]*", cells[column]) for row, cells in table("module").items()}
     library, limits = LIBRARIES[name], LIMITS[name]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sidestream.model.context import PLAIN
+from sidestream.model.layers import RMSNorm
 from sidestream.model.transformer import MoETransformer
 from sidestream.overlap import slots
 from sidestream.overlap.shortcut import ShortcutOverlap
@@ -204,6 +205,18 @@ def test_the_second_gate_never_takes_the_expert_of_the_first() -> None:
     assert sum(len(set(experts)) == 1 for experts in free["chosen"]) > tokens // 4  # it would, often
     taken = list(itertools.chain(*ruled["chosen"]))
     assert ruled["counts"] == [taken.count(expert) for expert in range(len(ruled["counts"]))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_norms_are_those_of_the_model(dtype: torch.dtype) -> None:
+    ours = ShortcutOverlap(post_norm=True).extra(PAIRS)
+    model = RMSNorm(PAIRS.hidden_size, eps=PAIRS.norm_eps)
+    weight, x = torch.randn(PAIRS.hidden_size), torch.randn(3, PAIRS.hidden_size).to(dtype)
+    for norm in (model, *ours.values()):
+        norm.weight.data.copy_(weight)
+        norm.to(dtype)
+    assert ours.keys() == {"tap_norm", "post_norm"}
+    assert all(torch.equal(norm(x), model(x)) for norm in ours.values())
 
 
 # Where the experts are computed.

@@ -173,7 +173,14 @@ def test_the_page_explains_every_metric():
     page = (REPOSITORY / "docs" / "tracking.md").read_text()
     explained = re.findall(r"^\| `([\w/]+)` \|.*\| .+ \|$", page, re.MULTILINE)
     assert len(explained) == len(set(explained))
-    wanted = {names.STEP, names.TOKENS, *names.TRAINING, *names.VALIDATION, *names.OVERLAP, names.LOAD_PICTURE}
+    wanted = {
+        names.STEP,
+        names.TOKENS,
+        *names.TRAINING,
+        *names.VALIDATION,
+        *names.OVERLAP,
+        names.LOAD_PICTURE,
+    }
     assert {name for name in explained if name != "wandb_id"} == wanted
     constants = {v for k, v in vars(names).items() if k.isupper() and isinstance(v, str)}
     assert constants == wanted

@@ -75,10 +75,10 @@ def _check_wire(cfg: DictConfig) -> None:
             expected="link=throttled",
             fix="link=throttled",
         )
-    if measure.sleep_ms is not None and measure.compute != "sleep":
+    if measure.sleep_ms and measure.compute != "sleep":
         raise ConfigError(
             "measure.sleep_ms",
-            measure.sleep_ms,
+            "{" + ",".join(f"{part}:{ms:g}" for part, ms in measure.sleep_ms.items()) + "}",
             "nothing sleeps with measure.compute=real",
             expected="measure.compute=sleep",
             fix="measure.compute=sleep",

@@ -335,7 +335,7 @@ class Measure(Component):
     scope: str = one_of("unit", "step")
     layer: int = key(low=0)
     compute: str = one_of("real", "sleep")
-    sleep_ms: dict[str, float] | None = key()
+    sleep_ms: dict[str, float] = key()
     comm_share: float | None = key(above=0.0, high=0.95)
     rounds: int = key(low=1)
     warmup: int = key(low=0)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sidestream.model.layers import RMSNorm
 from sidestream.overlap.base import Overlap
 from sidestream.overlap.fork import fork
 from sidestream.overlap.slots import Clock, SlotSearch, timed
@@ -75,9 +75,9 @@ class ShortcutOverlap(Overlap):
     def extra(self, shape: ModelShape) -> dict[str, nn.Module]:
         modules: dict[str, nn.Module] = {}
         if self.tap_norm:
-            modules["tap_norm"] = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+            modules["tap_norm"] = _Norm(shape.hidden_size, eps=shape.norm_eps)
         if self.post_norm:
-            modules["post_norm"] = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+            modules["post_norm"] = _Norm(shape.hidden_size, eps=shape.norm_eps)
         if self.mix != "add" and not self.double_gating:
             modules["mix"] = nn.Linear(shape.hidden_size, {"cg1": 1, "cg2": 2}[self.mix], bias=False)
         return modules
@@ -148,6 +148,13 @@ class ShortcutOverlap(Overlap):
         current_path.start("combine")
         both = (early + current_path.finish("combine")).view_as(x)
         return x + unit.dropout(unit.extra["post_norm"](both) if self.post_norm else both)
+
+
+class _Norm(nn.RMSNorm):
+    """Like the model's norms, which this layer must not import: statistics are fp32 whatever the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class _Shared:
