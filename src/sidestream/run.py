@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from sidestream import build
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
 from sidestream.data.ngram import ngram_baselines
@@ -150,7 +151,7 @@ def _fit(
             log.warning(
                 "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
             )
-    measuring = ReportOverlap(every_n_steps=cfg.callbacks.overlap_report.every_n_steps)
+    measuring = ReportOverlap(steps=report_steps(cfg, layout))
     trainer = _trainer(cfg, layout, env, strategy, loggers, [progress, measuring], run_folder.path)
     validation = None
     if cfg.trainer.limit_val_batches:

@@ -123,7 +123,7 @@ def run(
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_f3_shared_and_routed_add_5x_with_gradient_5_a_hundred_times(name: str) -> None:
     for rank, results in enumerate(
-        ranks(2).run(run, make=SCHEDULES[name], whole=True, repeat=100, pause_s=0.002)
+        ranks(2).run(run, make=SCHEDULES[name], whole=True, repeat=100, pause_s=0.0005)
     ):
         expected = 5 * (torch.arange(1.0, TOKENS + 1) + 10 * rank)
         for added, grad in results:

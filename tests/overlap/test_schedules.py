@@ -105,8 +105,8 @@ def test_without_a_shared_expert_every_parameter_still_gets_a_gradient() -> None
 @pytest.mark.timeout(900)
 def test_every_combination_equals_serial(name: str, dispatcher: str) -> None:
     for row in rows_of({name: ALL_CASES[name]}):
-        if row[1] == dispatcher:
-            # Long pauses are in the sample; here, two units that follow one another.
+        # Late wherever it can be: without is in the sample, as are long pauses. Here, units follow one another.
+        if row[1] == dispatcher and row[7] == (row[3] == "replicate"):
             check_row(row, pause_s=0.1 * PAUSE_S, deep=True)
     serial.cache_clear()
     plain.cache_clear()
@@ -137,7 +137,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        *product(["chunked", "chunked_2"], SETTINGS),
+        ("chunked_2", "nccl_ep"),
+        *product(["chunked"], SETTINGS),
         *product(["two_batch"], [name for name in SETTINGS if not name.startswith("capacity")]),
     ],
 )
@@ -170,24 +171,27 @@ def test_any_slot_gives_the_same_bits() -> None:
     assert runs[-1][0]["slots"] == runs[-1][1]["slots"] and runs[-1][0]["slots"].keys() == {"pos3"}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_f1_a_rank_without_tokens_changes_no_order(name: str) -> None:
-    """Every token to the experts of rank 0, and rank 1 with padding alone: neither shows in the exchanges."""
+@pytest.mark.parametrize(
+    ("name", "reduction", "late"),
+    [
+        *((name, "replicate", True) for name in CASES),
+        *((n, "fully_shard", False) for n in ("chunked", "pos1")),
+    ],
+)
+def test_f1_a_rank_without_tokens_changes_no_order(name: str, reduction: str, late: bool) -> None:
+    """Every token to the experts of rank 0, or rank 1 with padding alone: neither shows in the exchanges."""
     case = CASES[name]
-    setup = case.setup(
-        ep=2, balance="bias", steps=1, recompute=True, schedule=partial(case.make, delay_wgrad=True)
-    )
+    options = {"ep": 2, "balance": "bias", "steps": 1, "recompute": True, "reduction": reduction}
+    setup = case.setup(**options, schedule=partial(case.make, delay_wgrad=late))
     even = ranks(2).run(train, setup=setup)
     skewed = ranks(2).run(train, setup=setup, pause_s=PAUSE_S, skew=100.0)
     idle = ranks(2).run(train, setup=setup.with_(padded=True), pause_s=PAUSE_S)
     assert all(run["tags"] == even[0]["tags"] for run in [*even, *skewed, *idle])
-    first, last = setup.shape.num_experts // 2, setup.shape.num_experts
-    assert not skewed[0]["counts"][0][:, first:last].any() and even[0]["counts"][0].all()
-    # Overlapped and late, the gradients of experts without rows are those of the serial run: zeros.
-    serial_run = ranks(2).run(
-        train, setup=setup.with_(schedule=partial(case.make, enabled=False)), skew=100.0
-    )
-    for one, other in zip(skewed, serial_run):
+    first = setup.shape.num_experts // 2
+    assert not skewed[0]["counts"][0][:, first:].any() and even[0]["counts"][0].all()
+    # The gradients of experts without rows are those of the serial run: zeros.
+    serially = setup.with_(schedule=partial(case.make, enabled=False))
+    for one, other in zip(skewed, ranks(2).run(train, setup=serially, skew=100.0)):
         assert differences(one, other) == []
     experts = [grad for parameter, grad in skewed[0]["grads"].items() if ".experts." in parameter]
     assert all(grad[:first].any() and not grad[first:].any() for grad in experts)

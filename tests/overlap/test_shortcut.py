@@ -129,7 +129,13 @@ def paper_of(options: dict[str, Any], top_k: int, **changes: Any) -> Paper:
     return Paper(**{name: options[name] for name in names if name in options} | {"top_k": top_k} | changes)
 
 
-@pytest.mark.parametrize(("options", "top_k"), variants())
+def variant_id(value: Any) -> str:
+    if isinstance(value, int):
+        return f"top{value}"
+    return "-".join(key if option is True else str(option) for key, option in value.items() if option)
+
+
+@pytest.mark.parametrize(("options", "top_k"), variants(), ids=variant_id)
 def test_outputs_and_gradients_are_those_of_the_equations(options: dict[str, Any], top_k: int) -> None:
     (result,) = ranks(1).run(compare, options=options, top_k=top_k, paper=paper_of(options, top_k))
     worst = max(result["errors"], key=result["errors"].get)

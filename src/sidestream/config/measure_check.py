@@ -12,6 +12,8 @@ from sidestream.config.model_check import moe_blocks
 if TYPE_CHECKING:
     from sidestream.config.compatibility import Layout
 
+# Slots are searched and libraries warm up before.
+WARM_STEPS = 10
 _CALLBACK = "callbacks.overlap_report.every_n_steps"
 
 
@@ -25,8 +27,27 @@ def check_measure(cfg: DictConfig, layout: Layout) -> None:
         _check_anything_travels("measure.scope", cfg.measure.scope, cfg, layout, instead="trainer.devices=2")
         _check_layer(cfg)
         _check_wire(cfg)
-    elif (every := cfg.callbacks.overlap_report.every_n_steps) is not None:
+    elif (every := cfg.callbacks.overlap_report.every_n_steps) not in (None, "auto"):
         _check_anything_travels(_CALLBACK, every, cfg, layout, instead=f"{_CALLBACK}=null")
+
+
+def report_steps(cfg: DictConfig, layout: Layout) -> range:
+    """Steps after which the training callback measures; checked already.
+
+    `auto`: once, half way, if the schedule overlaps and what it hides can be measured, in a run long enough to be warm.
+    """
+    every, last = cfg.callbacks.overlap_report.every_n_steps, cfg.trainer.max_steps
+    if every is None:
+        return range(0)
+    if every != "auto":
+        return range(every, last + 1, every)
+    overlaps = not str(cfg.overlap.get("_target_", "")).startswith("sidestream.overlap.none.")
+    try:
+        _check_anything_travels(_CALLBACK, every, cfg, layout, instead="")
+    except ConfigError:
+        return range(0)
+    half = last // 2
+    return range(half, half + 1) if overlaps and half >= WARM_STEPS else range(0)
 
 
 def _check_anything_travels(key: str, value: Any, cfg: DictConfig, layout: Layout, *, instead: str) -> None:
@@ -75,10 +96,11 @@ def _check_wire(cfg: DictConfig) -> None:
             expected="link=throttled",
             fix="link=throttled",
         )
-    if measure.sleep_ms and measure.compute != "sleep":
+    lengths = {part: ms for part, ms in measure.sleep_ms.items() if ms is not None}
+    for part in lengths if measure.compute != "sleep" else ():
         raise ConfigError(
-            "measure.sleep_ms",
-            "{" + ",".join(f"{part}:{ms:g}" for part, ms in measure.sleep_ms.items()) + "}",
+            f"measure.sleep_ms.{part}",
+            lengths[part],
             "nothing sleeps with measure.compute=real",
             expected="measure.compute=sleep",
             fix="measure.compute=sleep",

@@ -288,7 +288,7 @@ class Checkpoint:
 
 @dataclass
 class OverlapReport:
-    every_n_steps: int | None = key(low=1)
+    every_n_steps: Any = key(low=1, auto=True)  # or null
 
 
 @dataclass
@@ -329,13 +329,25 @@ class Paths:
 
 
 @dataclass
+class Sleeps:
+    attention: float | None = key(low=0.0)
+    attention_before: float | None = key(low=0.0)
+    feed_forward: float | None = key(low=0.0)
+    experts: float | None = key(low=0.0)
+    weight_gradients: float | None = key(low=0.0)
+    shared: float | None = key(low=0.0)
+    shared_up: float | None = key(low=0.0)
+    shared_down: float | None = key(low=0.0)
+
+
+@dataclass
 class Measure(Component):
     """Of scripts/measure_overlap.py; `train.py` has no such group."""
 
     scope: str = one_of("unit", "step")
     layer: int = key(low=0)
     compute: str = one_of("real", "sleep")
-    sleep_ms: dict[str, float] = key()
+    sleep_ms: Sleeps = field(default_factory=Sleeps)
     comm_share: float | None = key(above=0.0, high=0.95)
     rounds: int = key(low=1)
     warmup: int = key(low=0)

@@ -23,29 +23,29 @@ ROUNDS = 3
 
 
 class ReportOverlap(Callback):
-    """After every n-th commit, measures the unit of the first MoE layer on the step's first micro-batch. Collective.
+    """After some commits, measures the unit of the first MoE layer on the step's first micro-batch. Collective.
 
     The run stays what it would have been, bit for bit: see `preserved`.
 
     Args:
-        every_n_steps: None: never.
+        steps: After which commits.
 
     Attributes:
         last: The last report; None before the first.
     """
 
-    def __init__(self, *, every_n_steps: int | None) -> None:
-        self.every_n_steps = every_n_steps
+    def __init__(self, *, steps: range) -> None:
+        self.steps = steps
         self.last: OverlapReport | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """What a config cannot tell: which transport `auto` has become."""
-        if self.every_n_steps is None:
+        if not self.steps:
             return
         try:
             channel_of(pl_module.model)
         except ValueError as error:
-            self.every_n_steps = None
+            self.steps = range(0)
             if trainer.is_global_zero:
                 log.warning("callbacks.overlap_report: switched off: %s", error)
 
@@ -53,7 +53,7 @@ class ReportOverlap(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if self.every_n_steps is None or step % self.every_n_steps:
+        if step not in self.steps:
             return
         recipe = pl_module.recipe
         micro_batch = batch.split(recipe.micro_batch_size)[0]

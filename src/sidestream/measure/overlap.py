@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sidestream.config.errors import ConfigError
 from sidestream.exchange.link import ThrottledLink
 from sidestream.exchange.ops import Span
 from sidestream.measure.overlap_bound import Event, hideable
@@ -190,9 +191,13 @@ class Bench:
         wanted = self.compute_seconds(rounds=rounds) * share / (1 - share)
         latency = len(self._exchanges) * link.latency_s
         if latency >= wanted:
-            raise ValueError(
-                f"measure.comm_share={share}: the latency of {len(self._exchanges)} transfers alone is "
-                f"{1e3 * latency:.2f} ms, and communication should take {1e3 * wanted:.2f} ms; set link.latency_us=0"
+            raise ConfigError(
+                "link.latency_us",
+                1e6 * link.latency_s,
+                f"{len(self._exchanges)} transfers have {1e3 * latency:.2f} ms of latency, and for measure.comm_share="
+                f"{share} communication should take {1e3 * wanted:.2f} ms",
+                expected="less latency",
+                fix="link.latency_us=0",
             )
         self.run("serial")
         spans = [span for trace in self._traces for span in trace.spans]
@@ -216,8 +221,12 @@ class Bench:
         self.tracer.recording = False
         there = sorted({name for _, name, _ in self.tracer.recorded} & set(ASLEEP))
         if unknown := sorted(set(lengths) - set(there)):
-            raise ValueError(
-                f"measure.sleep_ms: no part {', '.join(unknown)} here; expected some of {', '.join(there)}"
+            raise ConfigError(
+                f"measure.sleep_ms.{unknown[0]}",
+                1e3 * lengths[unknown[0]],
+                "this schedule has no such part",
+                expected=f"some of {', '.join(there)}",
+                fix=f"measure.sleep_ms.{unknown[0]}=null",
             )
         taken: dict[tuple[Key, bool], list[float]] = defaultdict(list)
         for _ in range(rounds):

@@ -77,7 +77,7 @@ def measure(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> d
     bench.record()
     options = cfg.measure
     if options.compute == "sleep":
-        lengths = {name: 1e-3 * ms for name, ms in options.sleep_ms.items()}
+        lengths = {name: 1e-3 * ms for name, ms in options.sleep_ms.items() if ms is not None}
         bench.fall_asleep(lengths)
     if options.comm_share is not None:
         bench.choose_rate(options.comm_share)
