@@ -59,8 +59,9 @@ def test_metrics_agree_with_each_other(tmp_path):
         counts = np.array(load["counts"])
         assert counts.sum(axis=1).tolist() == [8 * 16 * 2] * 2  # tokens x top_k, in each of 2 layers
         assert {n: record[n] for n in load_metrics(counts, num_ranks=2)} == load_metrics(counts, num_ranks=2)
-        # Counts of 2 experts go from each of 2 ranks to the other, in 2 layers; a weight is 4 bytes, each way.
-        rows = (record[names.METADATA_BYTES] - 2 * 2 * 2 * 8) / (2 * 4)
+        # Counts of rows and of 2 experts go from each of 2 ranks to the other, in 2 layers; with a row travel 2 bytes
+        # of expert id and 4 of weight, and the 4 of its gradient come back.
+        rows = (record[names.METADATA_BYTES] - 2 * 2 * 3 * 8) / (2 + 4 + 4)
         # A row of 64 fp32 numbers travels 4 times: there and back, forward and backward.
         assert record[names.BYTES_ON_WIRE] - record[names.METADATA_BYTES] == rows * 4 * 64 * 4
         assert record[names.PEAK_MEMORY] >= record[names.MEMORY] > 2**20
