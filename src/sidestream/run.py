@@ -151,16 +151,13 @@ def _fit(
             log.warning(
                 "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
             )
-    measuring = ReportOverlap(steps=report_steps(cfg, layout))
-    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress, measuring], run_folder.path)
+    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress], run_folder.path)
     validation = None
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
     trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
-    result = replace(
-        _end_result(start, module, recorder, strategy, peak), overlap=measuring.result() or start.overlap
-    )
+    result = _end_result(start, module, recorder, strategy, peak)
     # Only at a regular end: after an error the other ranks may not come to a collective tear-down.
     module.model.parts.dispatcher.close()
     strategy.leave_world()
@@ -233,7 +230,7 @@ def _trainer(
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=loggers or False,
-        callbacks=[*callbacks, saving],
+        callbacks=[*callbacks, ReportOverlap(steps=report_steps(cfg, layout)), saving],
         inference_mode=False,  # fully_shard gathers into tensors that training uses again
         default_root_dir=folder,
     )
@@ -329,7 +326,14 @@ def _end_result(
         metrics=metrics,
         transport=_transport(module, strategy),
         overflow=Overflow(**strategy.budget.result()),
+        overlap=_measured_overlap(module) or start.overlap,
     )
+
+
+def _measured_overlap(module: SidestreamModule) -> Overlap | None:
+    """What `callbacks.overlap_report` measured last."""
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return next(callback for callback in callbacks if isinstance(callback, ReportOverlap)).result()
 
 
 def _overlap_line(result: RunResult) -> str | None:

@@ -192,7 +192,8 @@ def in_words(field) -> str:
     if choices:
         return " / ".join(as_typed(choice) for choice in choices)
     if field.metadata.get("auto"):
-        return "float, auto or null" if field.metadata.get("real") else "int or auto"
+        number = "float" if field.metadata.get("real") else "int"
+        return f"{number}, auto or null" if field.type is Any else f"{number} or auto"
     if field.type is Any:
         return "int or list"
     if dataclass_in(field.type):

@@ -58,12 +58,14 @@ def reached(measured: Measured) -> float:
         min(measured.rounds_of("serial", name)) - min(measured.rounds_of("overlapped", name))
         for name in measured.passes
     )
+    assert measured.hideable is not None
     return gain / sum(measured.hideable)
 
 
 def traced(measured: Measured) -> float:
     """The same from the spans: what was computed while rows travelled, and was not in the serial run."""
     gain = measured.hidden_seconds("overlapped")[0] - measured.hidden_seconds("serial")[0]
+    assert measured.hideable is not None
     return gain / sum(measured.hideable)
 
 
@@ -141,10 +143,10 @@ class Keeping(UnitWork):
         self.kept += [local(g) for g in gradients if g is not None]
 
 
-def arms_agree(rank: int, world: int, name: str, delay: bool) -> list[str]:
+def arms_agree(rank: int, world: int, name: str, delay: bool, **changes: Any) -> list[str]:
     """Names of the ways in which output or gradients differ from those of the unit without hooks, or of each other."""
     make = partial(SCHEDULES[name], delay_wgrad=delay) if name in SCHEDULES else NoOverlap
-    setup = setup_for(name).with_(schedule=make, gbps=None)
+    setup = setup_for(name).with_(schedule=make, gbps=None, **changes)
     model = make_model(setup).eval()
     unit, h, context = unit_input(model, local_batch(setup, 0, rank, world))
     work = Keeping(model, unit, h, context)
@@ -190,6 +192,13 @@ METHODS = ("attention", "forward", "route", "shared", "shared_up", "shared_down"
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_ways_compute_the_same(name: str, delay: bool):
     assert ranks(2).run(arms_agree, name=name, delay=delay) == [[], []]
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "nccl_ep", "deep_ep"])
+def test_all_ways_compute_the_same_with_every_kind_of_exchange(dispatcher: str):
+    """Static buffers, whose tails nobody sent; a histogram; rows to all ranks."""
+    changes = {"dispatcher": dispatcher, "capacity_factor": 2.0}
+    assert ranks(2).run(arms_agree, name="shortcut", delay=False, **changes) == [[], []]
 
 
 def step_of(rank: int, world: int) -> tuple[list[str], int, list[float | None]]:

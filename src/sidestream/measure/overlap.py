@@ -54,16 +54,17 @@ class Measured:
     Attributes:
         passes: Their names.
         seconds: `[rounds, 4, passes]` float64, of the slowest rank, in the order of `ARMS`.
-        busy: `[rounds, passes]` float64, seconds computed in the overlapped run, of the slowest rank.
-        hideable: Seconds that the schedule can hide at best, per pass.
+        busy: `[rounds, passes]` float64, seconds computed in the overlapped run, of the slowest rank; None on a GPU,
+            where spans say when the host issued work.
+        hideable: Seconds that the schedule can hide at best, per pass; None on a GPU.
         traces: `serial` and `overlapped` -> the passes of this rank in the round that `shown_round` names.
         shown_round: The one whose times are closest to the medians.
     """
 
     passes: tuple[str, ...]
     seconds: Tensor
-    busy: Tensor
-    hideable: tuple[float, ...]
+    busy: Tensor | None
+    hideable: tuple[float, ...] | None
     traces: dict[str, list[PassTrace]]
     shown_round: int
 
@@ -77,8 +78,7 @@ class Measured:
 
     def report(self, name: str = BOTH, *, t_step: float | None = None) -> OverlapReport:
         """The report of a pass, or of all passes together."""
-        which = range(len(self.passes)) if name == BOTH else [self.passes.index(name)]
-        busy = self.busy[:, list(which)].sum(dim=1).median()
+        which = list(range(len(self.passes))) if name == BOTH else [self.passes.index(name)]
         compute, communication, serial, overlapped = (self.median(arm, name) for arm in ARMS)
         return overlap_report(
             compute,
@@ -86,8 +86,8 @@ class Measured:
             serial,
             overlapped,
             t_step,
-            hideable=sum(self.hideable[index] for index in which),
-            busy=float(busy),
+            hideable=None if self.hideable is None else sum(self.hideable[index] for index in which),
+            busy=None if self.busy is None else float(self.busy[:, which].sum(dim=1).median()),
             noise=NOISE_S,
         )
 
@@ -125,6 +125,7 @@ class Bench:
         self.schedule = work.model.schedule
         self.device = next(work.model.parameters()).device
         self._exchanges: list[Exchange] = []
+        self._replay: Replay | None = None
         self._splits: list[int] = []  # number of the first transfer of each pass, and of none
         self._traces: list[PassTrace] = []
         self._hooks = Hooks(work.blocks, self.tracer)
@@ -142,7 +143,6 @@ class Bench:
         """One run; seconds of this rank per pass. Its spans are in `self._traces` then."""
         self.schedule.enabled = arm == "overlapped"
         deliver = Deliver(self._exchanges) if arm == "compute" else None
-        replay = Replay(self.channel, self._exchanges) if arm == "communication" else None
         self.channel.deliver = deliver
         self._traces = []
         self.tracer.begin_run()
@@ -153,8 +153,9 @@ class Bench:
             barrier()
             finish_device(self.device)
             begin = time.monotonic()
-            if replay is not None:
-                replay.run(*self._splits[number : number + 2])
+            if arm == "communication":
+                assert self._replay is not None, "record first"
+                self._replay.run(*self._splits[number : number + 2])
             else:
                 self.work.run(name)
             finish_device(self.device)
@@ -175,6 +176,7 @@ class Bench:
                 self.work.run(name)
                 self._splits.append(len(recorder.exchanges))
         self._exchanges = recorder.exchanges
+        self._replay = Replay(self.channel, self._exchanges)
 
     def compute_seconds(self, *, rounds: int = ROUNDS_OF_LENGTHS) -> float:
         """Compute alone, median over some rounds, slowest rank."""
@@ -268,19 +270,21 @@ class Bench:
             return times
 
         seconds = time_rounds(len(ARMS), measure, parts=len(passes), rounds=rounds, warmup=warmup, seed=seed)
+        totals = seconds[:, [ARMS.index(arm) for arm in SHOWN]].sum(dim=2)
+        shown = int((totals - totals.median(dim=0).values).abs().sum(dim=1).argmin())
+        traces = {arm: kept[arm, shown] for arm in SHOWN}
+        if self.device.type != "cpu":
+            return Measured(passes, seconds, None, None, traces, shown)
         busy = [[trace.busy for trace in kept["overlapped", index]] for index in range(rounds)]
         busy_slowest = torch.tensor(busy, dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(busy_slowest, op=dist.ReduceOp.MAX)
-        totals = seconds[:, [ARMS.index(arm) for arm in SHOWN]].sum(dim=2)
-        shown = int((totals - totals.median(dim=0).values).abs().sum(dim=1).argmin())
         bounds = [self._hideable(kept, number, rounds) for number in range(len(passes))]
-        traces = {arm: kept[arm, shown] for arm in SHOWN}
         return Measured(passes, seconds, busy_slowest, tuple(bounds), traces, shown)
 
     def _hideable(self, kept: dict[tuple[str, int], list[PassTrace]], number: int, rounds: int) -> float:
         """Of one pass; every part as long as on the slowest rank."""
-        if not self.overlaps or self.device.type != "cpu":  # spans on a GPU are the host's
+        if not self.overlaps:
             return 0.0
         events = median_events([kept["compute", index][number].events() for index in range(rounds)])
         alone = [

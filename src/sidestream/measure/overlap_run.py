@@ -47,6 +47,7 @@ class Built:
 
     cfg: DictConfig
     layout: Layout
+    owns_world: bool
     parallel: Parallel
     reduction: Reduction
     model: MoETransformer
@@ -100,8 +101,9 @@ def measure(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> d
         _write(record, result, out=out, folder=folder)
     bench.close()
     built.model.parts.dispatcher.close()
-    dist.barrier()
-    leave_world()
+    if built.owns_world:
+        dist.barrier()
+        leave_world()
     return (result or RunResult(status="finished")).as_dict()
 
 
@@ -123,7 +125,7 @@ def _build(cfg: DictConfig, layout: Layout, env: RankEnv) -> Built:
         torch.cuda.set_device(env.local_rank)
         device = torch.device("cuda", env.local_rank)
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
-    join_world(env, device, timeout=timeout, store=torchrun.store)
+    owns_world = join_world(env, device, timeout=timeout, store=torchrun.store)
     parallel = build_parallel(
         expert_parallel_size=layout.expert_parallel_size, device_type=device.type, timeout=timeout
     )
@@ -136,7 +138,7 @@ def _build(cfg: DictConfig, layout: Layout, env: RankEnv) -> Built:
     generator = torch.Generator().manual_seed(cfg.seed + env.rank)
     size = (layout.micro_batch_size * layout.accumulation, cfg.data.seq_length + 1)
     batch = Batch.of(torch.randint(0, vocab_size, size, generator=generator)).to(device)
-    return Built(cfg, layout, parallel, reduction, model, device, batch)
+    return Built(cfg, layout, owns_world, parallel, reduction, model, device, batch)
 
 
 def _work(built: Built) -> Work:
@@ -219,6 +221,7 @@ def _record(
         "schedule": _schedule(bench),
         "shape": _shape(built),
         "sleep_ms": _sleeps(bench) if bench.tracer.asleep else None,
+        "sleep_ms_given": dict(cfg.measure.sleep_ms),
         "threads_per_rank": torch.get_num_threads(),
         **facts.machine(),
         **facts.code(),
@@ -292,7 +295,10 @@ def _emulated(record: dict[str, Any]) -> list[str]:
     if record["link"] == "throttled":
         told.append(f"the wire: {record['link_gbps']:.3g} Gbit/s, {record['link_latency_us']:.0f} us latency")
     if record["compute"] == "sleep":
-        told.append("compute: parts sleep as long as they took, so that they share no core with the exchange")
+        given = {part: ms for part, ms in record["sleep_ms_given"].items() if ms is not None}
+        lengths = ", ".join(f"{part} {ms:g} ms" for part, ms in given.items())
+        why = f"as long as asked for ({lengths})" if lengths else "as long as they took"
+        told.append(f"compute: parts sleep {why}, so that they share no core with the exchange")
     if surroundings := os.environ.get(EMULATED):
         told.append(surroundings)
     elif record["device"] == "cpu":
