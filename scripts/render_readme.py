@@ -36,6 +36,10 @@ BENCHMARK_RESULT = RESULTS / "bench_layer.json"  # what scripts/bench_layer.py w
 BENCHMARK_BEGIN = "<!-- bench_layer begin: written by `make readme` -->"
 BENCHMARK_END = "<!-- bench_layer end -->"
 DISPATCH = REPOSITORY / "docs" / "dispatch_benchmark.md"
+TOP8_RESULT = RESULTS / "bench_layer_top8.json"  # the same script on two ranks, top-8 shapes
+TOP8_BEGIN = "<!-- bench_layer_top8 begin: written by `make readme` -->"
+TOP8_END = "<!-- bench_layer_top8 end -->"
+
 DISPATCH_RESULT = RESULTS / "bench_dispatch.json"  # what scripts/bench_dispatch.py wrote, unchanged
 DISPATCH_BEGIN = "<!-- bench_dispatch begin: written by `make readme` -->"
 DISPATCH_END = "<!-- bench_dispatch end -->"
@@ -100,9 +104,14 @@ def render(readme: str) -> str:
 
 
 def render_benchmark(page: str) -> str:
-    """Returns docs/layer_benchmark.md with its table replaced; see `render`."""
-    result = json.loads(BENCHMARK_RESULT.read_text(encoding="utf-8"))
-    return _between(BENCHMARK.name, page, BENCHMARK_BEGIN, BENCHMARK_END, benchmark_table(result))
+    """Returns docs/layer_benchmark.md with its tables replaced; see `render`."""
+    for path, begin, end in (
+        (BENCHMARK_RESULT, BENCHMARK_BEGIN, BENCHMARK_END),
+        (TOP8_RESULT, TOP8_BEGIN, TOP8_END),
+    ):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        page = _between(BENCHMARK.name, page, begin, end, benchmark_table(result))
+    return page
 
 
 def render_dispatch(page: str) -> str:

@@ -9,7 +9,7 @@ from sidestream.measure.overlap_bound import Event, best_order, duration, hideab
 from sidestream.measure.overlap_pass import median_events
 from sidestream.measure.overlap_report import hidden_seconds, overlap_report, remarks
 
-SEEDS = range(20)
+SEEDS = range(8)
 
 
 def times(seed: int) -> tuple[float, float, float]:

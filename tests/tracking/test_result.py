@@ -33,7 +33,13 @@ KEYS = {
         "bytes_on_wire": None,
         "baselines": {"bigram": None, "trigram": None},
     },
-    "overflow": {"events": None, "replays": None, "dropped": None, "budget": None, "recommended_factor": None},
+    "overflow": {
+        "events": None,
+        "replays": None,
+        "dropped": None,
+        "budget": None,
+        "recommended_factor": None,
+    },
     "overlap": {
         "compute_ms": None,
         "comm_ms": None,

@@ -5,6 +5,7 @@ Nothing is drawn that was not recorded: each bar is one entry of `overlap.json`.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -43,6 +44,7 @@ SHORT = {
 WIDTH_IN, LANE_IN = 13.0, 0.36
 MOST_RANKS = 4  # drawn; the JSON has them all
 CHARACTER_IN = 0.07  # of a label
+LINE = 175  # characters of the title that fit
 
 
 def looks(name: str) -> tuple[str, str]:
@@ -93,7 +95,8 @@ def draw(picture: dict[str, Any]) -> Figure:
     arms = ("serial", "overlapped")
     num_ranks = min(MOST_RANKS, len(picture["serial"]["ranks"]))
     panel_in = LANE_IN * (2 * num_ranks + 0.6 * num_ranks) + 0.25
-    head_in, foot_in, between_in = 0.2 * len(picture["title"]) + 0.6, 1.1, 0.75
+    first, *others = [part for line in picture["title"] for part in textwrap.wrap(line, LINE) or [""]]
+    head_in, foot_in, between_in = 0.2 * (1 + len(others)) + 0.6, 1.1, 0.75
     height_in = head_in + 2 * panel_in + between_in + foot_in
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=120, facecolor="white")
     FigureCanvasAgg(figure)
@@ -107,7 +110,6 @@ def draw(picture: dict[str, Any]) -> Figure:
         axes.set_title(_heading(picture, arm), loc="left", fontsize=11, fontweight="bold", pad=14)
         if number == 1:
             axes.set_xlabel("milliseconds since the pass began on all ranks", fontsize=9)
-    first, *others = picture["title"]
     figure.text(
         0.12 / WIDTH_IN, 1 - 0.08 / height_in, first, va="top", fontsize=12, fontweight="bold", color="0.1"
     )

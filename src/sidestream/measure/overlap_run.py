@@ -324,7 +324,8 @@ def _title(record: dict[str, Any]) -> list[str]:
     """The lines above the picture: everything needed to know what it shows."""
     schedule, shape = dict(record["schedule"]), record["shape"]
     name, slot = schedule.pop("name"), schedule.pop("slot", None)
-    details = [f"{key} {value}" for key, value in schedule.items() if value not in (False, "auto")]
+    shown_values = {key: value for key, value in schedule.items() if value not in (False, "auto")}
+    details = [key if value is True else f"{key} {value}" for key, value in shown_values.items()]
     if isinstance(slot, dict):
         details += [f"{tap}, slot {number}" for tap, number in slot.items()]
     elif slot is not None:
