@@ -103,14 +103,15 @@ def asleep(rank: int, world: int, name: str, broken: bool = False) -> list[dict[
 
 
 def overlap_is_there(figures: dict[str, float]) -> bool:
-    return figures["reached"] >= 0.9 and figures["traced"] >= 0.75
+    # Far from 0, where a lost overlap is. How near to 1 it is, scripts/measure_overlap.py says on a quiet machine.
+    return figures["reached"] >= 0.75 and figures["traced"] >= 0.6
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_hides_what_it_can(name: str):
     found = ranks(2).run(asleep, name=name)[0]
     assert overlap_is_there(found[-1]), found
-    assert 0.25 < found[-1]["share"] < 0.55, found  # 0.4 was asked for
+    assert 0.2 < found[-1]["share"] < 0.65, found  # 0.4 was asked for
     assert found[-1]["bound"] > 0.3, found
 
 

@@ -45,6 +45,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert not different, f"{len(different)} tensors differ, first {different[0]}"
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("dispatcher", "steps", "size"),
     [

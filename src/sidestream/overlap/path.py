@@ -72,6 +72,9 @@ class RoutedPath:
     def start(self, stage: str) -> None:
         """Start a transfer stage."""
         assert stage == self.stages[self._next] and self._pending is None, f"{stage} started out of order"
+        if self._serial:
+            # Made before the rows leave, the weight gradients come after the wait: nothing is hidden.
+            self._make_late(stage)
         begin = {"dispatch": self._dispatcher.dispatch, "combine": self._dispatcher.combine}[stage]
         self._pending = begin(self._value, self._plan)
         if self._serial:
@@ -79,10 +82,14 @@ class RoutedPath:
 
     def _wait(self, stage: str) -> None:
         assert self._pending is not None
-        if stage == "dispatch" and self._delay_wgrad:
+        if not self._serial:
             # Backward runs in the opposite order: between the reverse transfer's start and the wait for it.
-            self._late = self._experts.late_weights(self._value.dtype)
+            self._make_late(stage)
         self._value = self._pending.wait()
+
+    def _make_late(self, stage: str) -> None:
+        if stage == "dispatch" and self._delay_wgrad:
+            self._late = self._experts.late_weights(self._value.dtype)
 
     def finish(self, stage: str) -> Any:
         """Wait for a started stage and return its result; after `combine` that is the routed output `[T, H]`."""
