@@ -11,6 +11,9 @@ from tests.core.build_tiny import DISPATCHERS, SHAPE, Setup, run_steps
 from tests.dispatch.adapters import ADAPTERS, LateLane
 from tests.rank_pool import ranks
 
+# Half a minute of training steps; the adapters themselves are in test_adapters.py.
+pytestmark = pytest.mark.full
+
 
 def train(rank, world, name, setup):
     kind, double = ADAPTERS[name]
