@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing
 from sidestream.dispatch.cap import cap_routing, needed_rows
-from sidestream.dispatch.dedup import DedupDispatcher
 from sidestream.dispatch.library import LibraryDispatcher, PendingCall, buffers, known_weights, received
 from sidestream.dispatch.packed import Histogram
 from sidestream.dispatch.switch import LibrarySwitch
@@ -40,19 +39,11 @@ class DeepEPDispatcher(LibrarySwitch):
 
     name = "deep_ep"
     module = "deep_ep"
+    capped = True
 
     def make_library(self) -> Any:
         return DeepEPLibrary(
             capacity_factor=self.capacity_factor, alignment=self.alignment, wire_dtype=self.wire_dtype
-        )
-
-    def make_torch(self) -> Any:
-        return DedupDispatcher(
-            name=self.name,
-            capacity_factor=self.capacity_factor,
-            alignment=self.alignment,
-            wire_dtype=self.wire_dtype,
-            capped=True,
         )
 
 

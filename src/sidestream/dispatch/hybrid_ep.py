@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing
 from sidestream.dispatch.cap import needed_rows
-from sidestream.dispatch.dedup import DedupDispatcher
 from sidestream.dispatch.library import LibraryDispatcher, PendingCall, buffers, received
 from sidestream.dispatch.packed import Histogram
 from sidestream.dispatch.switch import LibrarySwitch
@@ -41,15 +40,6 @@ class HybridEPDispatcher(LibrarySwitch):
     def make_library(self) -> Any:
         return HybridEPLibrary(
             capacity_factor=self.capacity_factor, alignment=self.alignment, wire_dtype=self.wire_dtype
-        )
-
-    def make_torch(self) -> Any:
-        return DedupDispatcher(
-            name=self.name,
-            capacity_factor=self.capacity_factor,
-            alignment=self.alignment,
-            wire_dtype=self.wire_dtype,
-            capped=False,
         )
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Routing
-from sidestream.dispatch.dedup import DedupDispatcher
 from sidestream.dispatch.library import (
     LibraryDispatcher,
     PendingCall,
@@ -48,15 +47,6 @@ class NcclEPDispatcher(LibrarySwitch):
     def make_library(self) -> Any:
         return NcclEPLibrary(
             capacity_factor=self.capacity_factor, alignment=self.alignment, wire_dtype=self.wire_dtype
-        )
-
-    def make_torch(self) -> Any:
-        return DedupDispatcher(
-            name=self.name,
-            capacity_factor=self.capacity_factor,
-            alignment=self.alignment,
-            wire_dtype=self.wire_dtype,
-            capped=False,
         )
 
 

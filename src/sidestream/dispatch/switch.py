@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Pending, Received, Routing
+from sidestream.dispatch.dedup import DedupDispatcher
 from sidestream.exchange.link import Link
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def agree_on_library(wanted: Transport, *, module: str, device_type: str, group:
 class LibrarySwitch:
     """A dispatcher that is one of two: its library, or the same contract on torch.distributed.
 
-    Subclasses set `name`, `module` and make the two.
+    Subclasses set `name`, `module`, make the adapter, and say with `capped` that the library has no budget of its own.
 
     Args:
         transport: `auto`, `library` or `torch`.
@@ -66,6 +67,7 @@ class LibrarySwitch:
 
     name = "?"
     module = "?"
+    capped = False
 
     def __init__(
         self,
@@ -86,7 +88,13 @@ class LibrarySwitch:
 
     def make_torch(self) -> Any:
         """The same contract on torch.distributed."""
-        raise NotImplementedError
+        return DedupDispatcher(
+            name=self.name,
+            capacity_factor=self.capacity_factor,
+            alignment=self.alignment,
+            wire_dtype=self.wire_dtype,
+            capped=self.capped,
+        )
 
     @property
     def chosen(self) -> Any:
