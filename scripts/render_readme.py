@@ -2,6 +2,7 @@
 
 python scripts/render_readme.py                                the same as `make readme`
 python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
+python scripts/render_readme.py --overlap <sweep>              the same for a sweep of scripts/measure_overlap.py
 """
 
 import argparse
@@ -9,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import shlex
 import shutil
 import sys
 import tempfile
@@ -16,10 +18,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from plot_loss import main as plot_loss
 
+from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 
@@ -43,6 +47,10 @@ TOP8_END = "<!-- bench_layer_top8 end -->"
 DISPATCH_RESULT = RESULTS / "bench_dispatch.json"  # what scripts/bench_dispatch.py wrote, unchanged
 DISPATCH_BEGIN = "<!-- bench_dispatch begin: written by `make readme` -->"
 DISPATCH_END = "<!-- bench_dispatch end -->"
+OVERLAP = REPOSITORY / "docs" / "overlap.md"
+OVERLAP_RESULT = RESULTS / "overlap_matrix.json"  # the figures of a sweep of scripts/measure_overlap.py
+OVERLAP_BEGIN = "<!-- overlap_matrix begin: written by `make readme` -->"
+OVERLAP_END = "<!-- overlap_matrix end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -51,12 +59,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="take the files of this finished run first"
     )
+    parser.add_argument("--overlap", type=Path, metavar="FOLDER", help="take the figures of this sweep first")
     arguments = parser.parse_args(argv)
     try:
         if arguments.run is not None:
             take(arguments.run)
+        if arguments.overlap is not None:
+            take_overlap(arguments.overlap)
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
         write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
+        write_text_atomic(OVERLAP, render_overlap(OVERLAP.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
             write_text_atomic(DISPATCH, rendered)
@@ -93,6 +105,22 @@ def take(run: Path) -> None:
     write_json_atomic(MACHINE, kept)
 
 
+def take_overlap(sweep: Path) -> None:
+    """Copies the figures of a sweep to docs/results/.
+
+    Raises:
+        ValueError: there are none in it, or of more than one sweep.
+    """
+    folders = sorted((p.parent for p in sweep.glob("*/overlap.json")), key=lambda p: int(p.name.split("-")[0]))
+    if not folders:
+        raise ValueError(f"overlap={sweep}: no */overlap.json in it; expected the folder of a sweep")
+    config = OmegaConf.load(sweep / "multirun.yaml")
+    overrides = [part for part in OmegaConf.select(config, "hydra.overrides.task")]
+    command = shlex.join(["python", "scripts/measure_overlap.py", "-m", *overrides])
+    record = overlap_matrix.collect([folder / "overlap.json" for folder in folders], command=command)
+    write_json_atomic(OVERLAP_RESULT, record)
+
+
 def render(readme: str) -> str:
     """Returns the README with the table between the two marks replaced.
 
@@ -122,6 +150,12 @@ def render_dispatch(page: str) -> str:
     picture = f"![Dispatch and combine of every arm](results/{DISPATCH_RESULT.stem}.png)"
     content = f"{picture}\n\n{markdown(result)}"
     return _between(DISPATCH.name, page, DISPATCH_BEGIN, DISPATCH_END, content)
+
+
+def render_overlap(page: str) -> str:
+    """Returns docs/overlap.md with its table replaced; see `render`."""
+    result = json.loads(OVERLAP_RESULT.read_text(encoding="utf-8"))
+    return _between(OVERLAP.name, page, OVERLAP_BEGIN, OVERLAP_END, overlap_matrix.markdown(result))
 
 
 def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
