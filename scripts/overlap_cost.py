@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
         join_world(env, torch.device("cpu"), timeout=timedelta(seconds=60))
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF.absolute())):
             for name, overrides in SCHEDULES.items():
-                cfg = compose("train", [*overrides, "dispatcher=nccl_ep", "trainer.devices=1", *arguments.overrides])
+                cfg = compose(
+                    "train", [*overrides, "dispatcher=nccl_ep", "trainer.devices=1", *arguments.overrides]
+                )
                 OmegaConf.resolve(cfg)
                 times = rounds_of(unit_of(cfg), rounds=arguments.rounds, warmup=arguments.warmup)
                 ratios = [b / a for a, b in zip(times["serial"], times["overlapped"])]
@@ -106,7 +108,13 @@ def main(argv: list[str] | None = None) -> int:
         leave_world()
     if arguments.out is not None:
         facts = {"load_average": list(os.getloadavg()), "rounds": arguments.rounds, "threads": 1}
-        record = {"measurement": "overlap_cost", **environment.machine(), **environment.code(), **facts, "schedules": found}
+        record = {
+            "measurement": "overlap_cost",
+            **environment.machine(),
+            **environment.code(),
+            **facts,
+            "schedules": found,
+        }
         write_json_atomic(arguments.out, record)
     return 0
 

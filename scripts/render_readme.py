@@ -111,11 +111,13 @@ def take_overlap(sweep: Path) -> None:
     Raises:
         ValueError: there are none in it, or of more than one sweep.
     """
-    folders = sorted((p.parent for p in sweep.glob("*/overlap.json")), key=lambda p: int(p.name.split("-")[0]))
+    folders = sorted(
+        (p.parent for p in sweep.glob("*/overlap.json")), key=lambda p: int(p.name.split("-")[0])
+    )
     if not folders:
         raise ValueError(f"overlap={sweep}: no */overlap.json in it; expected the folder of a sweep")
     config = OmegaConf.load(sweep / "multirun.yaml")
-    overrides = [part for part in OmegaConf.select(config, "hydra.overrides.task")]
+    overrides = list(OmegaConf.select(config, "hydra.overrides.task"))
     command = shlex.join(["python", "scripts/measure_overlap.py", "-m", *overrides])
     record = overlap_matrix.collect([folder / "overlap.json" for folder in folders], command=command)
     write_json_atomic(OVERLAP_RESULT, record)

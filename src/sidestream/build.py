@@ -148,4 +148,15 @@ def optimizer_builder(cfg: DictConfig) -> Callable[[MoETransformer], Optimizer]:
     """Return a function that builds the optimizer of a model."""
     weight_decay = float(cfg.optimizer.get("weight_decay", 0.0))
     build = make(cfg.optimizer, _partial_=True)
-    return lambda model: build(param_groups(model, weight_decay=weight_decay))
+    recorded = bool(cfg.graph.get("include_optimizer"))
+
+    def build_for(model: MoETransformer) -> Optimizer:
+        groups = param_groups(model, weight_decay=weight_decay)
+        if not recorded:
+            return build(groups)
+        # The rate is read where it lies: a number would be the one of the capture for ever.
+        device = next(model.parameters()).device
+        rate = torch.tensor(float(cfg.optimizer.lr), device=device)
+        return build(groups, lr=rate, **({"capturable": True} if device.type == "cuda" else {}))
+
+    return build_for

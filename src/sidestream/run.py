@@ -29,6 +29,7 @@ from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
 from sidestream.data.ngram import ngram_baselines
 from sidestream.data.packing import PackedDataset
+from sidestream.graph.check import LintFinished
 from sidestream.launch import stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
@@ -47,9 +48,11 @@ from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
-from sidestream.tracking.result import Baselines, Metrics, Overflow, Overlap, RunResult
+from sidestream.tracking.result import Baselines, Graph, Metrics, Overflow, Overlap, RunResult
 
 log = logging.getLogger(__name__)
+
+LINT_STEPS = 8  # a schedule may need a few before it has decided
 
 
 def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dict[str, Any]:
@@ -156,8 +159,21 @@ def _fit(
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
-    trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
-    result = _end_result(start, module, recorder, strategy, peak)
+    try:
+        trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
+    except LintFinished as done:
+        if env.rank == 0:
+            print(
+                "graph.lint:",
+                *(done.lines or ["clean: a graph can repeat this step"]),
+                sep="\n  ",
+                flush=True,
+            )
+        if done.lines:
+            raise
+        result = replace(start, status="finished", graph=Graph(lint=[]))
+    else:
+        result = _end_result(start, module, recorder, strategy, peak)
     # Only at a regular end: after an error the other ranks may not come to a collective tear-down.
     module.model.parts.dispatcher.close()
     strategy.leave_world()
@@ -220,7 +236,8 @@ def _trainer(
         num_nodes=layout.world_size // layout.local_world_size,
         strategy=strategy,
         plugins=[RankEnvironment(env)],
-        max_steps=cfg.trainer.max_steps,
+        # The lint ends a run by itself, once it has seen what it needs.
+        max_steps=max(cfg.trainer.max_steps, LINT_STEPS) if cfg.graph.get("lint") else cfg.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=cfg.trainer.val_check_interval,
         check_val_every_n_epoch=None,
@@ -327,6 +344,7 @@ def _end_result(
         transport=_transport(module, strategy),
         overflow=Overflow(**strategy.budget.result()),
         overlap=_measured_overlap(module) or start.overlap,
+        graph=Graph(**vars(counts)) if (counts := strategy.graph.counts()) is not None else start.graph,
     )
 
 

@@ -9,7 +9,12 @@ from sidestream.config.schema import register
 from tests.docs.pages import script
 from tests.rank_pool import ranks
 
-SMALL = ["model.hidden_size=64", "model.ffn_hidden_size=64", "model.expert_hidden_size=64", "data.seq_length=16"]
+SMALL = [
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=64",
+    "model.expert_hidden_size=64",
+    "data.seq_length=16",
+]
 
 
 def arms(rank: int, world: int) -> dict[str, Any]:
@@ -32,4 +37,9 @@ def arms(rank: int, world: int) -> dict[str, Any]:
 def test_both_arms_run_in_every_round_and_change_places() -> None:
     (found,) = ranks(1).run(arms)
     assert {arm: len(times) for arm, times in found["times"].items()} == {"serial": 2, "overlapped": 2}
-    assert [overlapped for overlapped, name in found["order"] if name == "forward"] == [True, False, False, True]
+    assert [overlapped for overlapped, name in found["order"] if name == "forward"] == [
+        True,
+        False,
+        False,
+        True,
+    ]

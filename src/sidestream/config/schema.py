@@ -161,6 +161,13 @@ class Graph(Component):
 
 
 @dataclass
+class StepGraph(Graph):
+    backend: str = one_of("auto", "cuda", "tape")
+    warmup_steps: int = key(low=2)
+    include_optimizer: bool = key()
+
+
+@dataclass
 class ThrottledLink(Component):
     gbps: float = key(above=0.0)
     latency_us: float = key(low=0.0)
@@ -188,6 +195,7 @@ class AdamW(Component):
     betas: list[float] = key()
     eps: float = key(above=0.0)
     weight_decay: float = key(low=0.0)
+    fused: bool = key()
 
 
 @dataclass
@@ -403,7 +411,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "chunked": ChunkedOverlap,
         "two_batch": Overlap,
     },
-    "graph": {"none": Graph},
+    "graph": {"none": Graph, "step": StepGraph},
     "link": {"native": Component, "throttled": ThrottledLink},
     "strategy": {"replicate": Replicate, "fully_shard": FullyShard},
     "optimizer": {"adamw": AdamW, "sgd": SGD},

@@ -61,6 +61,15 @@ class Batch:
         """The same batch on another device."""
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
+    def clone(self) -> Batch:
+        """The same in memory of its own."""
+        return self._map(lambda t: t.clone(memory_format=torch.contiguous_format))
+
+    def pairs(self, other: Batch) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Name -> the tensor of `other`, and this one's."""
+        names = ("inputs", "targets", "segments")
+        return {name: (getattr(other, name), getattr(self, name)) for name in names}
+
     def _map(self, change) -> Batch:  # type: ignore[no-untyped-def]
         segments = None if self.segments is None else change(self.segments)
         return Batch(change(self.inputs), change(self.targets), segments)

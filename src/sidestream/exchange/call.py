@@ -138,12 +138,19 @@ class Registered:
     def __init__(self, fn: CallFn) -> None:
         self.id = next(_fn_ids)
         _fns[self.id] = fn
+        _registered[self.id] = self
         weakref.finalize(self, _fns.pop, self.id, None).atexit = False
 
 
 _channels: dict[int, CallChannel] = {}
 _fns: dict[int, CallFn] = {}
+_registered: weakref.WeakValueDictionary[int, Registered] = weakref.WeakValueDictionary()
 _fn_ids = itertools.count()
+
+
+def registered(call: int) -> Registered:
+    """The object behind a number, to be kept by what will make the call again."""
+    return _registered[call]
 
 
 def adopt(out: Tensor, result: Tensor) -> None:

@@ -1,6 +1,8 @@
 """`sidestream::start_` and `sidestream::wait_`: the only way rows travel between ranks.
 
-Both work on buffers that the caller owns, so a graph, a tape or a compiler sees where a transfer begins and where
+`sidestream::sum_`, with the same wait, adds up over ranks: gradients, and counts that a loss needs.
+
+All work on buffers that the caller owns, so a graph, a tape or a compiler sees where a transfer begins and where
 its result may be read. Sizes are tensors on the host and are read inside the operator.
 
 `start_` captures nothing from the current autograd state; the differentiable pair is in `transfer.py`.
@@ -114,6 +116,7 @@ _library.define(
     " -> ()"
 )
 _library.define("wait_(Tensor(a!) out, int channel, int ticket) -> ()")
+_library.define("sum_(Tensor(a!) x, int channel, int ticket, str tag) -> ()")
 
 
 @torch.library.impl(_library, "start_", "CompositeExplicitAutograd")
@@ -167,6 +170,20 @@ def _start(
         work.get_future().then(lambda _: flight.done.append(time.monotonic()))
 
 
+@torch.library.impl(_library, "sum_", "CompositeExplicitAutograd")
+def _sum(x: Tensor, channel: int, ticket: int, tag: str) -> None:
+    """Start to add up `x` over the ranks, in place; it may be read after `wait_` with the same ticket.
+
+    Not throttled and not counted: a reduction is no exchange of rows.
+    """
+    ch = _channels[channel]
+    if ch.on_start is not None:
+        ch.on_start(tag)
+    issued = time.monotonic()
+    work = dist.all_reduce(x, group=ch.group, async_op=True) if ch.size > 1 else None
+    ch._in_flight[ticket] = _InFlight(work, x, x, None, tag, issued, 0, 0)
+
+
 @torch.library.impl(_library, "wait_", "CompositeExplicitAutograd")
 def _wait(out: Tensor, channel: int, ticket: int) -> None:
     """Wait for the transfer with this ticket; afterwards `out` holds the received rows.
@@ -194,6 +211,11 @@ def _start_fake(out, x, send_counts, recv_counts, channel, ticket, tag):  # type
     return None
 
 
+@torch.library.register_fake("sidestream::sum_", lib=_library)
+def _sum_fake(x, channel, ticket, tag):  # type: ignore[no-untyped-def]
+    return None
+
+
 @torch.library.register_fake("sidestream::wait_", lib=_library)
 def _wait_fake(out, channel, ticket):  # type: ignore[no-untyped-def]
     return None
@@ -201,3 +223,24 @@ def _wait_fake(out, channel, ticket):  # type: ignore[no-untyped-def]
 
 start_ = torch.ops.sidestream.start_.default
 wait_ = torch.ops.sidestream.wait_.default
+sum_ = torch.ops.sidestream.sum_.default
+
+
+def sum_over(x: Tensor, channel: Channel, tag: str) -> None:
+    """Add up `x` over the ranks of a channel, in place."""
+    ticket = new_ticket()
+    sum_(x, channel.id, ticket, tag)
+    wait_(x, channel.id, ticket)
+
+
+def byte_counters() -> dict[int, tuple[int, int]]:
+    """Bytes and metadata bytes sent so far, of every channel of this process."""
+    return {id: (channel.bytes_sent, channel.metadata_bytes_sent) for id, channel in _channels.items()}
+
+
+def add_bytes(counted: dict[int, tuple[int, int]], times: int = 1) -> None:
+    """Add to the counters of the channels, as if that had been sent so many times."""
+    for id, (sent, metadata) in counted.items():
+        if (channel := _channels.get(id)) is not None:
+            channel.bytes_sent += times * sent
+            channel.metadata_bytes_sent += times * metadata

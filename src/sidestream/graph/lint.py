@@ -20,18 +20,18 @@ Not seen: reads inside a compiled kernel, such as those of `F.grouped_mm` on a G
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from sidestream.graph.findings import Finding, in_backward, place
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,13 @@ _METHODS = (
 )  # fmt: skip
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNTAGGED = {"equal", "allclose", "unique_dim_consecutive", "_linalg_check_errors"}
+_SHAPES = {
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "index",
+    "repeat_interleave", "bincount", "index_put", "index_put_", "_index_put_impl_",
+}  # fmt: skip
 _COPIES = {"copy_", "_to_copy"}
 _INDEX_WRITES = {"index_put", "index_put_", "_index_put_impl_"}
 _HOST = ("cpu", "meta")
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lightning"}
 
 
 class _Here(threading.local):
@@ -93,6 +96,21 @@ class HostReadLint(TorchDispatchMode):
     def reads(self) -> list[HostRead]:
         """The reads in the order in which they happened."""
         return [r for r in self._reads if not self._uses_accelerator or r.device not in _HOST]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The same as findings: operators of unknown output size are "data-dependent shape"."""
+        return [
+            Finding(
+                "data-dependent shape" if r.kind in _SHAPES else "host read",
+                r.kind,
+                r.file,
+                r.line,
+                r.function,
+                r.phase,
+            )
+            for r in self.reads
+        ]
 
     def __enter__(self) -> HostReadLint:
         super().__enter__()
@@ -144,26 +162,11 @@ class HostReadLint(TorchDispatchMode):
     def _counts_here(self, tensor: Tensor) -> bool:
         if self._here.exchanging and tensor.device.type in _HOST:
             return False
-        return threading.get_ident() == self._owner or _in_backward()
+        return threading.get_ident() == self._owner or in_backward()
 
     def _record(self, kind: str, tensor: Tensor) -> None:
-        phase = "backward" if _in_backward() else "forward"
-        self._reads.append(HostRead(kind, *_where(), phase, tensor.device.type))
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _where() -> tuple[str, int, str]:
-    """File, line and function of the nearest frame outside the libraries and this file."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if module != __name__ and module.partition(".")[0] not in _LIBRARIES:
-            return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
-        frame = frame.f_back
-    return "<autograd>", 0, "<autograd>"
+        phase = "backward" if in_backward() else "forward"
+        self._reads.append(HostRead(kind, *place(), phase, tensor.device.type))
 
 
 def _name(func: Any) -> str:

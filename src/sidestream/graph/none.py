@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from sidestream.graph.lint import HostRead, HostReadLint, summarize
+import torch
+
+from sidestream.data.batch import Batch
+from sidestream.graph.base import GraphCounts
 
 
 class NoGraph:
-    """Runs attempts eagerly.
+    """Runs attempts and updates eagerly.
 
     Args:
-        lint: Run the first attempt that completes under `HostReadLint`.
-
-    Attributes:
-        reads: What the lint found; None as long as it has not run.
+        lint: The run ends with a report of what in a step a graph could not repeat, see `graph/check.py`.
     """
 
     name = "none"
 
     def __init__(self, *, lint: bool = False) -> None:
         self.lint = lint
-        self.reads: list[HostRead] | None = None
 
-    def run(self, attempt: Callable[[], None]) -> None:
-        """Call `attempt`, forward and backward of one step."""
-        if not self.lint or self.reads is not None:
-            attempt()
-            return
-        with HostReadLint() as lint:
-            attempt()
-        self.reads = lint.reads
+    def open(self, device: torch.device, barrier: Callable[[], None]) -> None:
+        """Nothing to prepare."""
 
-    def report(self) -> list[str]:
-        """Lines such as `dispatch/alltoall.py:53 tolist (forward, 2x)`; empty if nothing was read or looked for."""
-        return summarize(self.reads or [])
+    def place(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def bind(self, batch: Batch) -> Batch:
+        return batch
+
+    def run(self, attempt: Callable[[], None], **_: Any) -> None:
+        """Call `attempt`."""
+        attempt()
+
+    def update(self, update: Callable[[], None]) -> None:
+        """Call `update`."""
+        update()
+
+    def counts(self) -> GraphCounts | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing to give up."""

@@ -20,10 +20,12 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from sidestream.data.batch import Batch
-from sidestream.graph.none import NoGraph
+from sidestream.graph.base import StepRunner
+from sidestream.graph.check import StepLint
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
@@ -54,12 +56,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         expert_parallel_size: int,
         reduction: Reduction,
         timeout_seconds: int,
-        graph: NoGraph,
+        graph: StepRunner,
         store: dist.Store | None = None,
     ) -> None:
         timeout = timedelta(seconds=timeout_seconds)
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, timeout=timeout)
         self.env, self.graph = env, graph
+        self._lint = StepLint() if graph.lint else None
+        self._max_norm: float | None = None
         self.expert_parallel_size, self.reduction, self.group_timeout = (
             expert_parallel_size,
             reduction,
@@ -125,7 +129,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self.reduction.holds_replicas:
             check_replicas(model, self.parallel)
         check_equal("data checksum", data_checksum, self.parallel)
-        self.reduction.attach(model, self.parallel)
+        self.graph.open(self.root_device, self.barrier)
+        with self.graph.place():  # where gradients will be accumulated
+            self.reduction.attach(model, self.parallel)
         parts = model.parts
         self._budget = BudgetKeeper(
             parts.dispatcher,
@@ -165,19 +171,54 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """
         step = self._step
         assert step is not None, "begin_training first"
+        slots = getattr(step.model.schedule, "slots", None)
+        bound = self.graph.bind(batch)
         while True:
-            first = self.graph.reads is None
-            self.graph.run(lambda: step.attempt(batch))
-            if first and self.graph.reads is not None:
-                found = self.graph.report() or ["no host reads"]
-                log.info("graph.lint: host reads of the first attempt: %s", "; ".join(found))
+            step.prepare(bound)
+            self._attempt(step, bound, ready=slots is None or not slots.measuring)
             report = step.check(stop_requested=stop_requested(), own=own)
             if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
                 break
-        norm = step.commit(report, optimizer_step=optimizer_step, max_norm=max_norm)
-        if (slots := getattr(step.model.schedule, "slots", None)) is not None:
+        self._max_norm = max_norm
+        norm = step.commit(report, optimizer_step=optimizer_step)
+        if slots is not None:
             slots.end_step(self.parallel.control, self.root_device)
         return report, norm
+
+    def _attempt(self, step: TrainingStep, batch: Batch, *, ready: bool) -> None:
+        if self._lint is not None:
+            self._lint.run(lambda: step.run(batch), ready=ready, agree=self._gather)
+            return
+        self.graph.run(
+            lambda: step.run(batch),
+            key=step.model.parts.dispatcher.budget,
+            ready=ready,
+            rehearsal=lambda: step.rehearsal(batch),
+        )
+
+    def _gather(self, found: list[str]) -> list[list[str]]:
+        """What every rank found. Collective."""
+        every: list[list[str]] = [[] for _ in range(self.world_size)]
+        if self.world_size == 1:
+            return [found]
+        dist.all_gather_object(every, found, group=self.parallel.control)
+        return every
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Clip and step, from a recording where the graph includes the optimizer. Called within a commit."""
+        step = self._step
+        assert step is not None, "begin_training first"
+        plain = super().optimizer_step
+
+        def update() -> None:
+            if self._max_norm is not None:
+                step.clip(self._max_norm)
+            plain(optimizer, closure, model, **kwargs)
+
+        self.graph.update(update)
 
     @override
     def save_checkpoint(
@@ -200,9 +241,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        # Hooks hold gradients. The dispatcher and the groups, whose threads they use, are closed by `run.py`.
+        # A recording holds what the groups work on, hooks hold gradients. The dispatcher and the groups, whose threads
+        # they use, are closed by `run.py`.
+        self.graph.close()
         if self._step is not None:
-            self._step.reduction.close()
+            self._step.close()
             self._step = None
         super().teardown()
 

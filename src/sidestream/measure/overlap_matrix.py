@@ -31,7 +31,9 @@ def collect(reports: Sequence[Path], *, command: str) -> dict[str, Any]:
     for path, record in zip(reports, records):
         different = [name for name in _SHARED if record[name] != shared[name]]
         if different:
-            raise ValueError(f"{path}: another {different[0]} than in {reports[0]}; expected runs of one sweep")
+            raise ValueError(
+                f"{path}: another {different[0]} than in {reports[0]}; expected runs of one sweep"
+            )
     return {"measurement": "overlap_matrix", "command": command, **shared, "runs": [_run(r) for r in records]}
 
 
@@ -52,7 +54,16 @@ def _run(record: dict[str, Any]) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table, and below it how it was made."""
-    columns = ("schedule", "compute", "communication", "serial, ms", "overlapped, ms", "E_hide", "at most", "reached")
+    columns = (
+        "schedule",
+        "compute",
+        "communication",
+        "serial, ms",
+        "overlapped, ms",
+        "E_hide",
+        "at most",
+        "reached",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for run in result["runs"]:
         cells = [

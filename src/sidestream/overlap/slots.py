@@ -79,6 +79,11 @@ class SlotSearch:
         self._clocks: dict[str, Clock] = defaultdict(Clock)
         self._count = 0
 
+    @property
+    def measuring(self) -> bool:
+        """Slots are still to be decided."""
+        return self._measures
+
     def begin(self, tap: str, steps: list[str], *, training: bool) -> tuple[int, Clock | None]:
         """The slot for a pass through a unit, and a clock while times are being measured."""
         self._steps[tap] = steps

@@ -58,6 +58,9 @@ class FullyShard:
     def attach(self, model: MoETransformer, parallel: Parallel) -> None:
         self._params = [p for p in model.parameters() if p.requires_grad]
 
+    def reattach(self) -> None:
+        """Gradients are made anew in every step."""
+
     def zero(self) -> None:
         for p in self._params:
             p.grad = None

@@ -16,7 +16,7 @@ from sidestream.parallel.mesh import Parallel
 class Reduction(Protocol):
     """Sums gradients over ranks: dense parameters over `dp`, experts over `edp`, SUM with factor 1.
 
-    In this order: `shard`, then optimizer and checkpoint, then `attach`, then steps of `zero` and backward.
+    In this order: `shard`, then optimizer and checkpoint, then `attach`, then steps of `reattach`, `zero` and backward.
     """
 
     name: str
@@ -30,8 +30,12 @@ class Reduction(Protocol):
         """Take over the gradients; loading an optimizer needs them to be None, so this comes after it."""
         ...
 
+    def reattach(self) -> None:
+        """Before each step: put gradients back where somebody called `zero_grad(set_to_none=True)`. Host only."""
+        ...
+
     def zero(self) -> None:
-        """Set all gradients to zero."""
+        """Set all gradients to zero, in place."""
         ...
 
     def last_micro_batch(self) -> AbstractContextManager[None]:

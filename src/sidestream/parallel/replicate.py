@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sidestream.exchange.ops import Channel, new_ticket, sum_, wait_
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.assemble import shard_experts
 from sidestream.parallel.mesh import Parallel
@@ -25,12 +26,12 @@ from sidestream.parallel.reduction import is_expert
 
 @dataclass(eq=False)
 class _Bucket:
-    group: dist.ProcessGroup | None
+    channel: Channel
     flat: Tensor
     params: list[nn.Parameter]
     grads: list[Tensor]
     waiting: int = 0
-    work: Any = None
+    ticket: int | None = None
     ready: bool = field(default=False)
 
 
@@ -62,6 +63,7 @@ class Replicate:
     def __init__(self, *, bucket_mb: float) -> None:
         self._limit = bucket_mb * 2**20
         self.buckets: list[_Bucket] = []
+        self._channels: list[Channel] = []
         self._order: list[_Bucket] = []
         self._hooks: list[Any] = []
         self._armed = False
@@ -78,8 +80,9 @@ class Replicate:
             (parallel.edp_group, [p for p in params if is_expert(p)]),
         ):
             # A group of one rank has nothing to add.
-            used = group if dist.get_world_size(group) > 1 else None
-            self.buckets += [self._make_bucket(used, chunk) for chunk in _chunks(members, self._limit)]
+            channel = Channel(group if dist.get_world_size(group) > 1 else None)
+            self._channels.append(channel)
+            self.buckets += [self._make_bucket(channel, chunk) for chunk in _chunks(members, self._limit)]
         position = {id(p): index for index, p in enumerate(params)}
         self._order = sorted(self.buckets, key=lambda b: max(position[id(p)] for p in b.params))
         self._hooks = [
@@ -89,7 +92,7 @@ class Replicate:
         ]
 
     @staticmethod
-    def _make_bucket(group: dist.ProcessGroup | None, params: list[nn.Parameter]) -> _Bucket:
+    def _make_bucket(channel: Channel, params: list[nn.Parameter]) -> _Bucket:
         locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in params]
         flat = torch.zeros(sum(p.numel() for p in locals_), dtype=params[0].dtype, device=locals_[0].device)
         grads: list[Tensor] = []
@@ -99,7 +102,7 @@ class Replicate:
                 grads.append(DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False))
             else:
                 grads.append(view.view(p.shape))
-        return _Bucket(group, flat, params, grads)
+        return _Bucket(channel, flat, params, grads)
 
     def _hook_for(self, bucket: _Bucket) -> Any:
         def hook(_: Tensor) -> None:
@@ -115,18 +118,18 @@ class Replicate:
         """Launch in the fixed order; a bucket that is ready early waits for those before it."""
         while self._next < len(self._order) and self._order[self._next].ready:
             bucket = self._order[self._next]
-            if bucket.group is not None:
-                bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            if bucket.channel.group is not None:
+                bucket.ticket = new_ticket()
+                sum_(bucket.flat, bucket.channel.id, bucket.ticket, "gradients")
             self._next += 1
 
     def zero(self) -> None:
-        """Set all gradients to zero, in place.
-
-        Also puts them back where somebody called `zero_grad(set_to_none=True)`: gradients outside the flat storage
-        would not be reduced, and the replicas would drift apart without a word.
-        """
         for bucket in self.buckets:
             bucket.flat.zero_()
+
+    def reattach(self) -> None:
+        """Gradients outside the flat storage would not be reduced: replicas would drift apart without a word."""
+        for bucket in self.buckets:
             for p, grad in zip(bucket.params, bucket.grads):
                 p.grad = grad
 
@@ -135,15 +138,15 @@ class Replicate:
         """Backward inside this context reduces. On exit every gradient is the sum over its ranks."""
         self._armed, self._next = True, 0
         for bucket in self.buckets:
-            bucket.waiting, bucket.ready, bucket.work = len(bucket.params), False, None
+            bucket.waiting, bucket.ready, bucket.ticket = len(bucket.params), False, None
         yield
         for bucket in self._order:  # parameters that got no gradient keep their zeros; nobody is left out
             bucket.ready = True
         self._launch_ready()
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            if bucket.ticket is not None:
+                wait_(bucket.flat, bucket.channel.id, bucket.ticket)
+                bucket.ticket = None
         self._armed = False
 
     def shard_group(self, parallel: Parallel, *, expert: bool) -> dist.ProcessGroup | None:
@@ -154,3 +157,7 @@ class Replicate:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for channel in self._channels:
+            if not channel.pending:  # after an error in backward there may be; that one is to be seen
+                channel.close()
+        self._channels.clear()

@@ -1,6 +1,8 @@
-"""One training step: attempt, check, commit. Plain torch; the Lightning strategy calls it.
+"""One training step: attempt (prepare and run), check, commit. Plain torch; the Lightning strategy calls it.
 
-    attempt   zero gradients; forward and backward of all micro-batches; the last one reduces the gradients
+    prepare   what the host does: counts, random numbers kept, gradients where they belong
+    run       what the device does: zero gradients; forward and backward of all micro-batches; the last one reduces
+              the gradients. Of fixed shapes it can be recorded and replayed (`graph/`)
     check     one reduction over all ranks and one host read: loss, balance, stop flag, overflow
     commit    clip, optimizer, balancing bias
 
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.data.batch import Batch
+from sidestream.exchange.ops import Channel, add_bytes, byte_counters, sum_over
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.clip import clip_by_norm, global_norm
 from sidestream.parallel.mesh import Parallel
@@ -102,6 +105,7 @@ class TrainingStep:
         self._norm = torch.zeros((), device=device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._bytes_before = self._metadata_before = 0
+        self._control = Channel(parallel.control if parallel.world_size > 1 else None)
 
     def precision(self) -> AbstractContextManager[object]:
         """The context of a forward pass. Never around backward: it would cast the router's gradients."""
@@ -125,18 +129,27 @@ class TrainingStep:
 
     def attempt(self, batch: Batch) -> None:
         """Forward, backward and reduction of this rank's share of the global batch."""
+        self.prepare(batch)
+        self.run(batch)
+
+    def prepare(self, batch: Batch) -> None:
+        """Before `run`. A collective only for data with padding."""
         if self.budget is not None:
             self.budget.begin()
-        self.reduction.zero()
-        self.model.ledger.begin_attempt()
-        self._nll.zero_()
-        self._aux.zero_()
-        self._z.zero_()
+        self.reduction.reattach()
         self._bytes_before = self.model.parts.dispatcher.bytes_sent()
         self._metadata_before = self.model.parts.dispatcher.metadata_bytes_sent()
         targets, tokens = self.count_tokens(batch)
         self._targets.copy_(targets)
         self._tokens.copy_(tokens)
+
+    def run(self, batch: Batch) -> None:
+        """What is attempted, on memory that lasts: parameters, gradients, sums, counters."""
+        self.reduction.zero()
+        self.model.ledger.begin_attempt()
+        self._nll.zero_()
+        self._aux.zero_()
+        self._z.zero_()
         balance = self.model.parts.balance
         global_counts: Tensor | None = None
         micro_batches = batch.split(self.micro_batch_size)
@@ -166,12 +179,15 @@ class TrainingStep:
         """
         ledger, device = self.model.ledger, self._nll.device
         devices = [device] if device.type == "cuda" else []
-        with ledger.rehearsal(), torch.no_grad(), torch.random.fork_rng(devices), self.precision():
-            for micro_batch in rest:
-                self.model.loss_sums(micro_batch)
+        if not rest:
             counts = ledger.counts.clone()
+        else:
+            with ledger.rehearsal(), torch.no_grad(), torch.random.fork_rng(devices), self.precision():
+                for micro_batch in rest:
+                    self.model.loss_sums(micro_batch)
+                counts = ledger.counts.clone()
         if self.parallel.world_size > 1:
-            dist.all_reduce(counts, group=self.parallel.control)
+            sum_over(counts, self._control, "balance.counts")
         return counts
 
     def _global_aux(self, probs: Tensor, counts: Tensor | None) -> Tensor:
@@ -196,11 +212,12 @@ class TrainingStep:
                 committed then.
         """
         own = own or {}
-        self._norm = global_norm(
+        found_norm = global_norm(
             self.params,
             expert_group=self.reduction.shard_group(self.parallel, expert=True),
             dense_group=self.reduction.shard_group(self.parallel, expert=False),
         )
+        self._norm.copy_(found_norm)  # into memory that a recorded commit reads
         sums = self._sum_over_ranks(self._parts(stop_requested=stop_requested, own=own))
         (targets,), (nll,), (norm,) = sums["targets"], sums["nll"], sums["norm"]
         found = {"training loss": nll / targets, "auxiliary loss": sums["aux"][0], "z-loss": sums["z"][0]}
@@ -280,16 +297,49 @@ class TrainingStep:
         return {name: list(itertools.islice(flat, size)) for name, size in sizes.items()}
 
     def commit(
-        self, report: StepReport, *, optimizer_step: Callable[[], object], max_norm: float | None
+        self, report: StepReport, *, optimizer_step: Callable[[], object], max_norm: float | None = None
     ) -> Tensor:
-        """Clip, step the optimizer, update the balancing bias; return the norm before clipping, fp32, on device."""
-        norm = self._norm
+        """Step the optimizer, update the balancing bias; return the norm before clipping, fp32, on device.
+
+        Args:
+            report: Of `check`.
+            optimizer_step: May clip by itself, see `clip`.
+            max_norm: Clip before; None: no.
+        """
         if max_norm is not None:
-            clip_by_norm(self.params, norm, max_norm)
+            self.clip(max_norm)
         optimizer_step()
+        norm = self._norm
         with torch.no_grad():
             counts, observed = report.counts.to(norm.device), report.observed.to(norm.device)
             for layer, moe in enumerate(self.model.moe_layers()):
                 seen = observed[layer] if len(observed) else None
                 self.model.parts.balance.commit(moe.selection_bias, counts[layer], seen)
         return norm
+
+    def clip(self, max_norm: float) -> None:
+        """Scale gradients down to this norm, from the norm that `check` found."""
+        clip_by_norm(self.params, self._norm, max_norm)
+
+    @contextmanager
+    def rehearsal(self, batch: Batch) -> Iterator[None]:
+        """A `run` inside leaves no trace but in what every attempt begins by clearing."""
+        devices = [self._nll.device] if self._nll.device.type == "cuda" else []
+        counted = byte_counters()
+        with torch.random.fork_rng(devices):
+            yield
+        now = byte_counters()
+        add_bytes(
+            {
+                id: (counted[id][0] - sent, counted[id][1] - more)
+                for id, (sent, more) in now.items()
+                if id in counted
+            }
+        )
+        self.prepare(batch)
+
+    def close(self) -> None:
+        """Give up what the step owns."""
+        self.reduction.close()
+        if not self._control.pending:
+            self._control.close()

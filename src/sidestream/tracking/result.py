@@ -67,11 +67,19 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Counts of the step graph; null for `graph=none`."""
+    """Counts of the step graph, see `graph.base.GraphCounts`; null for `graph=none`.
 
+    Attributes:
+        lint: What `graph.lint=true` found, one line per place; null where it was not asked.
+    """
+
+    backend: str | None = None
     captures: int | None = None
     replays: int | None = None
-    eager_fallbacks: int | None = None
+    eager: int | None = None
+    capture_seconds: float | None = None
+    nbytes: int | None = None
+    lint: list[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
