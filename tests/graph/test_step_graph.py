@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,73 @@ def test_a_taped_run_is_the_eager_one(
     # shortcut measures its slot in three steps, and two more run as they are written.
     assert (counts["captures"], counts["replays"] + counts["eager"]) == (1, 6)
     assert counts["replays"] >= 2
+
+
+# Six named combinations over 30 steps: validations and a checkpoint in the middle, and a resume from it.
+LONG = {
+    "flagship": ["dispatcher=nccl_ep", "overlap=shortcut"],
+    "baseline": ["dispatcher=alltoall"],
+    "chunked_accumulated": ["dispatcher=hybrid_ep", "overlap=chunked", "data.micro_batch_size=2"],
+    "to_all_shared": ["dispatcher=allgather", "overlap=shared_expert"],
+    "late_bf16": [
+        *(
+            "dispatcher=nccl_ep",
+            "overlap=two_batch",
+            "overlap.delay_wgrad=true",
+            "trainer.precision=bf16-mixed",
+        ),
+    ],
+    "auxiliary_recomputed": [
+        *(
+            "dispatcher=alltoall",
+            "overlap=shortcut",
+            "overlap.tap=pos1",
+            "model.activation_checkpointing=true",
+        ),
+        *(
+            "balance=aux_loss",
+            "balance.scope=global",
+            "model.num_experts=8",
+            "strategy.expert_parallel_size=2",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "flagship" else pytest.mark.full) for n in LONG]
+)
+def test_thirty_steps_with_a_resume_in_the_middle(name: str, tmp_path: Path) -> None:
+    eager, taped, resumed = (tmp_path / each for each in ("eager", "taped", "resumed"))
+    own = [part for part in LONG[name] if not part.startswith("balance")]
+    balance = [part for part in LONG[name] if part.startswith("balance")]
+    options = [*own, *balance, "trainer.max_steps=30", "callbacks.checkpoint.every_n_steps=15"]
+    stateful = [part for part in STATEFUL if not (balance and part.startswith("balance"))]
+    given = [*stateful, "dispatcher.capacity_factor=4.0", *options]
+    fit(eager, *given, limit_s=110)
+    counts = fit(taped, "graph=step", *given, limit_s=110)[0]["graph"]
+    assert counts["captures"] == 1 and counts["replays"] >= 26
+    assert_same_run(eager, taped)
+    shutil.copytree(taped, resumed)
+    shutil.rmtree(checkpoints(resumed)[-1])
+    again = fit(resumed, "graph=step", *given, f"resume={resumed}", limit_s=110)[0]["graph"]
+    assert again["captures"] == 1 and again["replays"] >= 10
+    assert_same_run(eager, resumed)
+
+
+def test_the_optimizer_in_the_graph(tmp_path: Path) -> None:
+    eager, taped, resumed = (tmp_path / each for each in ("eager", "taped", "resumed"))
+    options = [
+        *("dispatcher=nccl_ep", "optimizer.fused=true", "scheduler=cosine"),
+        *("trainer.max_steps=12", "callbacks.checkpoint.every_n_steps=6"),
+    ]
+    train(eager, *options)
+    train(taped, "graph=step", "graph.include_optimizer=true", *options)
+    assert losses(eager) == losses(taped)
+    shutil.copytree(taped, resumed)
+    shutil.rmtree(checkpoints(resumed)[-1])
+    train(resumed, "graph=step", "graph.include_optimizer=true", *options, f"resume={resumed}")
+    first = {k: v for k, v in tensors(checkpoints(eager)[-1]).items() if not k.endswith(".lr")}
+    for run in (taped, resumed):
+        other = tensors(checkpoints(run)[-1])
+        assert all(torch.equal(value, other[name]) for name, value in first.items()), run.name
