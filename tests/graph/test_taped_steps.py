@@ -218,7 +218,7 @@ def pointers(rank: int, world: int) -> list[list[int]]:
         run.train(index)
         for parameter in run.step.params if index == 3 else ():
             parameter.grad = None  # as Lightning does before a validation
-        tensors: list[Tensor] = [run.graph._static.inputs, run.graph._static.targets]
+        tensors: list[Tensor] = [run.graph._static.batch.inputs, run.graph._static.batch.targets]
         tensors += [local(p) for p in run.step.params]
         if index != 3:
             tensors += [local(p.grad) for p in run.step.params]  # type: ignore[arg-type]

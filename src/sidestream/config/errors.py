@@ -40,3 +40,7 @@ def as_typed(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(as_typed(item) for item in value) + "]"
     return str(value)
+
+
+class PlainError(Exception):
+    """The end of a run that needs no traceback: the message says it all."""

@@ -1,19 +1,23 @@
 """`graph.lint=true`: does a step do anything that a graph could not repeat? The run ends with the answer.
 
-The first step runs as it is written; which memory it uses is remembered. The second one is recorded. Everything is
-found that a tape or a CUDA graph would fail on, or would silently get wrong, whether `graph=step` is set or not.
+The first steps run as they are written; which memory the last of them uses is remembered. The next one is recorded.
+Found is what a tape or a CUDA graph would fail on, or would silently get wrong, whether `graph=step` is set or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from sidestream.config.errors import PlainError
+from sidestream.data.batch import Batch
 from sidestream.graph.findings import Finding, lines
 from sidestream.graph.recording import Outside
+from sidestream.graph.static import StaticBatch
+from sidestream.graph.step import MIN_WARMUP
 from sidestream.graph.tape import observe, record
 
 
-class LintFinished(Exception):
+class LintFinished(PlainError):
     """Ends a run on every rank.
 
     Attributes:
@@ -21,16 +25,23 @@ class LintFinished(Exception):
     """
 
     def __init__(self, found: list[str]) -> None:
-        super().__init__(f"graph.lint: {len(found)} places that a graph cannot repeat: {'; '.join(found)}")
+        super().__init__(
+            f"graph.lint: {len(found)} places that a graph cannot repeat: {'; '.join(found) or 'none'}"
+        )
         self.lines = found
 
 
 class StepLint:
-    """Looks at the first two attempts."""
+    """Looks at the first attempts."""
 
     def __init__(self) -> None:
+        self._static, self._seen = StaticBatch(), 0
         self._known: Outside | None = None
         self.findings: list[Finding] = []
+
+    def bind(self, batch: Batch) -> Batch:
+        """As a step graph does: the batch is a declared input."""
+        return self._static.bind(batch)
 
     def run(
         self,
@@ -49,7 +60,8 @@ class StepLint:
         Raises:
             LintFinished: After the recorded one.
         """
-        if self._known is None or not ready:
+        if self._seen < MIN_WARMUP or not ready:
+            self._seen += 1
             self._known = observe(attempt)
             return
         self.findings = record(attempt, self._known).findings

@@ -68,6 +68,10 @@ _SHAPES = {
 _COPIES = {"copy_", "_to_copy"}
 _INDEX_WRITES = {"index_put", "index_put_", "_index_put_impl_"}
 _HOST = ("cpu", "meta")
+_SYNCHRONISING = (
+    (torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"),
+    (torch.distributed, "barrier"), (torch.distributed, "monitored_barrier"),
+)  # fmt: skip
 
 
 class _Here(threading.local):
@@ -91,6 +95,8 @@ class HostReadLint(TorchDispatchMode):
         self._here = _Here()
         self._owner = 0
         self._own_methods: dict[str, Any] = {}
+        self._synchronising: list[Finding] = []
+        self._own_calls: list[tuple[Any, str, Any]] = []
 
     @property
     def reads(self) -> list[HostRead]:
@@ -110,7 +116,7 @@ class HostReadLint(TorchDispatchMode):
                 r.phase,
             )
             for r in self.reads
-        ]
+        ] + self._synchronising
 
     def __enter__(self) -> HostReadLint:
         super().__enter__()
@@ -118,6 +124,10 @@ class HostReadLint(TorchDispatchMode):
         for name in _METHODS:
             self._own_methods[name] = Tensor.__dict__.get(name)  # None: inherited from the C base
             setattr(Tensor, name, self._watched(name, getattr(Tensor, name)))
+        for owner, name in _SYNCHRONISING:
+            original = getattr(owner, name)
+            self._own_calls.append((owner, name, original))
+            setattr(owner, name, self._noted(f"{owner.__name__}.{name}", original))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -126,6 +136,8 @@ class HostReadLint(TorchDispatchMode):
                 delattr(Tensor, name)
             else:
                 setattr(Tensor, name, method)
+        for owner, name, original in self._own_calls:
+            setattr(owner, name, original)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,6 +170,15 @@ class HostReadLint(TorchDispatchMode):
             return value
 
         return method
+
+    def _noted(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self._owner or in_backward():
+                self._synchronising.append(Finding.here("synchronising call", what))
+            return original(*args, **kwargs)
+
+        return call
 
     def _counts_here(self, tensor: Tensor) -> bool:
         if self._here.exchanging and tensor.device.type in _HOST:

@@ -20,6 +20,7 @@ from sidestream.graph.recording import RESERVES, STARTS, WAITS, Entry, Recording
 
 Call = Callable[[], Any]
 _FACTORY = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
+_ARITHMETIC = {"mul", "div"}  # `add` and `sub` of a number take a factor as well
 _COPIES = {"aten::_to_copy", "aten::clone"}
 _ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
 _ONES = {"aten::ones", "aten::ones_like", "aten::new_ones"}
@@ -112,6 +113,8 @@ class Program:
             return partial(entry.op, *args, **kwargs) if kwargs else partial(entry.op, *args)
         if (fill := _fill(entry, args, kwargs, outs)) is not None:
             return fill
+        if (scalar := _with_number(entry, args, kwargs, outs)) is not None:
+            return scalar
         if not entry.writes and (direct := _into(entry.op, args, kwargs, outs)) is not None:
             return direct
         wanted = [
@@ -146,6 +149,14 @@ def _fill(entry: Entry, args: Any, kwargs: Any, outs: list[Tensor | None]) -> Ca
     if entry.name in _FULL:
         return partial(out.fill_, kwargs.get("fill_value", args[-1]))
     return None
+
+
+def _with_number(entry: Entry, args: Any, kwargs: Any, outs: list[Tensor | None]) -> Call | None:
+    """`x * 2.0` has no `out=` variant; Python's binding makes a tensor of the number, as the operator does."""
+    name, _, overload = entry.op.name().partition("::")[2].partition(".")
+    if overload != "Scalar" or name not in _ARITHMETIC or kwargs or len(outs) != 1 or outs[0] is None:
+        return None
+    return partial(getattr(torch, name), *args, out=outs[0])
 
 
 def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[Tensor | None]) -> None:

@@ -21,6 +21,7 @@ import torch
 from sidestream.data.batch import Batch
 from sidestream.graph.base import Backend, GraphCounts, Recorded
 from sidestream.graph.cuda import CudaBackend
+from sidestream.graph.static import StaticBatch
 from sidestream.graph.tape import TapeBackend
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class StepGraph:
         self._warmup = warmup_steps
         self._backend: Backend | None = None
         self._barrier: Callable[[], None] = lambda: None
-        self._static: Batch | None = None
+        self._static = StaticBatch()
         self._attempt, self._update = _Slot(warmup_steps), _Slot(warmup_steps)
         self._counts = GraphCounts(backend)
 
@@ -68,24 +69,7 @@ class StepGraph:
         return nullcontext() if self._backend is None else self._backend.place()
 
     def bind(self, batch: Batch) -> Batch:
-        """Copy the batch to where recordings read it.
-
-        Raises:
-            ValueError: Another shape or dtype than the first one had.
-        """
-        if self._static is None:
-            self._static = batch.clone()
-            return self._static
-        for name, (new, old) in self._static.pairs(batch).items():
-            if new is None and old is None:
-                continue
-            if new is None or old is None or new.shape != old.shape or new.dtype != old.dtype:
-                raise ValueError(
-                    f"graph=step: {name} of this batch is {_described(new)}, the first one's was {_described(old)}; a "
-                    f"recording has fixed shapes; set graph=none"
-                )
-            old.copy_(new, non_blocking=True)
-        return self._static
+        return self._static.bind(batch)
 
     def run(
         self,
@@ -135,6 +119,10 @@ class StepGraph:
         )
         log.info("graph: captured the %s in %.2f s", what, recorded.seconds)
 
+    def restart(self) -> None:
+        """Forget the recording of the attempt: warm up and capture again."""
+        self._attempt.restart()
+
     def counts(self) -> GraphCounts:
         return self._counts
 
@@ -143,7 +131,7 @@ class StepGraph:
             slot.drop()
         if self._backend is not None:
             self._backend.close()
-        self._backend = self._static = None
+        self._backend = None
 
 
 class _Slot:
@@ -161,9 +149,12 @@ class _Slot:
     def expect(self, key: Any) -> None:
         """With another key another recording is needed, behind attempts as they are written, for new memory."""
         if self._key is not None and self._key != key:
-            self.drop()
-            self._left = max(MIN_WARMUP, self._left)
+            self.restart()
         self._key = key
+
+    def restart(self) -> None:
+        self.drop()
+        self._left = max(MIN_WARMUP, self._left)
 
     def warm_up(self, backend: Backend, fn: Callable[[], None]) -> None:
         self._left -= 1
@@ -173,7 +164,3 @@ class _Slot:
         if self.recorded is not None:
             self.recorded.close()
             self.recorded = None
-
-
-def _described(tensor: torch.Tensor | None) -> str:
-    return "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"

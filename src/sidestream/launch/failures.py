@@ -10,7 +10,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sidestream.config.errors import ConfigError
+from sidestream.config.errors import ConfigError, PlainError
 from sidestream.launch.record import LAUNCH, Launch
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import Status, minimal_failed_result
@@ -53,8 +53,9 @@ def clear(folder: Path) -> None:
 def record(folder: Path, *, rank: int, error: BaseException) -> Failure:
     """Leaves the error of this rank where the starting process finds it."""
     config = isinstance(error, ConfigError)
-    line = str(error) if config else traceback.format_exception_only(error)[-1].strip()
-    text = "".join(traceback.format_exception(error))
+    plain = config or isinstance(error, PlainError)
+    line = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
+    text = "" if isinstance(error, PlainError) else "".join(traceback.format_exception(error))
     failure = Failure(rank, time.time(), " ".join(line.split()), text, config)
     with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
         log.write(text)

@@ -172,7 +172,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         step = self._step
         assert step is not None, "begin_training first"
         slots = getattr(step.model.schedule, "slots", None)
-        bound = self.graph.bind(batch)
+        bound = (self._lint or self.graph).bind(batch)
         while True:
             step.prepare(bound)
             self._attempt(step, bound, ready=slots is None or not slots.measuring)
