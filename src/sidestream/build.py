@@ -155,8 +155,10 @@ def optimizer_builder(cfg: DictConfig) -> Callable[[MoETransformer], Optimizer]:
         if not recorded:
             return build(groups)
         # The rate is read where it lies: a number would be the one of the capture for ever.
+        # In double precision, as the number would be; the CUDA kernel takes single precision only.
         device = next(model.parameters()).device
-        rate = torch.tensor(float(cfg.optimizer.lr), device=device)
+        dtype = torch.float32 if device.type == "cuda" else torch.float64
+        rate = torch.tensor(float(cfg.optimizer.lr), dtype=dtype, device=device)
         return build(groups, lr=rate, **({"capturable": True} if device.type == "cuda" else {}))
 
     return build_for

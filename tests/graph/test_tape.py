@@ -218,8 +218,8 @@ def test_a_wait_for_an_exchange_of_an_earlier_step_is_found() -> None:
 def test_a_cache_that_is_there_before_is_an_input() -> None:
     table = torch.arange(4.0)
     backend, out = TapeBackend(), torch.zeros(4)
-    backend.warm_up(lambda: out.copy_(table), last=True)  # type: ignore[arg-type,return-value]
-    tape = backend.capture(lambda: out.copy_(table))  # type: ignore[arg-type,return-value]
+    seen = backend.warm_up(lambda: out.copy_(table), last=True)  # type: ignore[arg-type,return-value]
+    tape = backend.capture(lambda: out.copy_(table), seen)  # type: ignore[arg-type,return-value]
     table.add_(1)
     tape.replay()
     assert torch.equal(out, torch.arange(4.0) + 1)

@@ -125,12 +125,12 @@ class Backend(Protocol):
         """See `StepRunner.place`."""
         ...
 
-    def warm_up(self, fn: Callable[[], None], *, last: bool) -> None:
-        """Run `fn` as it will be captured; `last`: the next one is."""
+    def warm_up(self, fn: Callable[[], None], *, last: bool) -> Any:
+        """Run `fn` as it will be captured; `last`: the next one is. What it returns then is for `capture`."""
         ...
 
-    def capture(self, fn: Callable[[], None]) -> Recorded:
-        """Record `fn`."""
+    def capture(self, fn: Callable[[], None], seen: Any) -> Recorded:
+        """Record `fn`, given what its last warm-up returned."""
         ...
 
     def close(self) -> None:

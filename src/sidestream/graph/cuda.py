@@ -73,7 +73,7 @@ class CudaBackend:
         with self.place():
             fn()
 
-    def capture(self, fn: Callable[[], None]) -> CudaGraph:
+    def capture(self, fn: Callable[[], None], seen: Any) -> CudaGraph:
         begin, counted = time.perf_counter(), byte_counters()
         self._cuda.synchronize()
         graph = self._cuda.CUDAGraph()

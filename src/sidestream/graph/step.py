@@ -86,13 +86,15 @@ class StepGraph:
             self._counts.eager += 1
             slot.warm_up(backend, attempt)
             return
-        if slot.recorded is None:
+        recorded = slot.recorded
+        if recorded is None:
             self._barrier()
             with rehearsal():
-                slot.recorded = backend.capture(attempt)
-            self._note(slot.recorded, "attempt")
+                recorded = slot.capture(backend, attempt)
+            self._counts.captures += 1
+            self._note(recorded, "attempt")
         self._counts.replays += 1
-        slot.recorded.replay()
+        recorded.replay()
 
     def update(self, update: Callable[[], None]) -> None:
         """Clip and step the optimizer, from a recording with `include_optimizer`."""
@@ -105,14 +107,13 @@ class StepGraph:
         elif not slot.warm:
             slot.warm_up(backend, update)
         else:
-            slot.recorded = backend.capture(update)
-            self._note(slot.recorded, "update")
+            recorded = slot.capture(backend, update)
+            self._note(recorded, "update")
             if not backend.runs:
-                slot.recorded.replay()
+                recorded.replay()
 
     def _note(self, recorded: Recorded, what: str) -> None:
         counts = self._counts
-        counts.captures += what == "attempt"
         counts.capture_seconds = max(counts.capture_seconds, recorded.seconds)
         counts.nbytes = sum(
             s.recorded.nbytes for s in (self._attempt, self._update) if s.recorded is not None
@@ -140,6 +141,7 @@ class _Slot:
     def __init__(self, warmup: int) -> None:
         self.recorded: Recorded | None = None
         self._key: Any = None
+        self._seen: Any = None
         self._left = warmup
 
     @property
@@ -158,7 +160,12 @@ class _Slot:
 
     def warm_up(self, backend: Backend, fn: Callable[[], None]) -> None:
         self._left -= 1
-        backend.warm_up(fn, last=self._left <= 0)
+        self._seen = backend.warm_up(fn, last=self._left <= 0)
+
+    def capture(self, backend: Backend, fn: Callable[[], None]) -> Recorded:
+        seen, self._seen = self._seen, None
+        self.recorded = backend.capture(fn, seen)
+        return self.recorded
 
     def drop(self) -> None:
         if self.recorded is not None:

@@ -99,21 +99,17 @@ class TapeBackend:
     name = "tape"
     runs = True
 
-    def __init__(self) -> None:
-        self._known: Outside | None = None
-
     def place(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def warm_up(self, fn: Callable[[], None], *, last: bool) -> None:
+    def warm_up(self, fn: Callable[[], None], *, last: bool) -> Outside | None:
         if last:
-            self._known = observe(fn)
-        else:
-            fn()
+            return observe(fn)
+        fn()
+        return None
 
-    def capture(self, fn: Callable[[], None]) -> Tape:
-        known, self._known = self._known, None
-        return Tape(fn, known)
+    def capture(self, fn: Callable[[], None], seen: Any) -> Tape:
+        return Tape(fn, seen)
 
     def close(self) -> None:
-        self._known = None
+        """Tapes own what they use."""

@@ -132,7 +132,7 @@ class SidestreamModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        lr = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        lr = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
         self.recorder.start_step()
         report, norm = self.parallel_strategy.run_step(
             batch,
