@@ -1,6 +1,6 @@
 """Tries out what Sidestream needs of this machine, most of all of its GPUs, and prints one row per check.
 
-python scripts/check_gpu.py [--json checks.json]
+python scripts/check_gpu.py [--json checks.json] [--list]
 
 A check is a function in `CHECKS`: it returns what it found, raises `Skip` with the reason why it cannot run here, and
 anything else it raises is the failure. Without a GPU it takes a few seconds and says what it skipped.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,24 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from sidestream.build import model_shape
 from sidestream.config.devices import count_gpus
+from sidestream.config.schema import register
 from sidestream.dispatch.base import Received
 from sidestream.exchange.ops import Channel
 from sidestream.exchange.transfer import Transfer
 from sidestream.fusion.base import Fusion
 from sidestream.fusion.grouped import GroupedExperts
 from sidestream.fusion.loop import LoopExperts
+from sidestream.graph.check import LintFinished, StepLint
 from sidestream.launch.worker import RankEnv
+from sidestream.measure.graph_bench import VOCAB_SIZE, Job, Trained, composed, measure
+from sidestream.model.account import account
+from sidestream.parallel.reduction import local
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.run import LINT_STEPS
 from sidestream.tracking.folder import RunFolder, package_versions, write_json_atomic
+from sidestream.tracking.machine import peak as device_peak
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 SECONDS = 120  # of anything that starts processes
@@ -51,6 +59,24 @@ MICRO = (
     "trainer.log_every_n_steps=1",
     "trainer.limit_val_batches=2",
 )
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+STATIC = ["dispatcher=nccl_ep", "dispatcher.capacity_factor=8.0", *MICRO[:4]]  # nothing overflows
+MEDIUM = [  # the last of two values counts
+    *(
+        "model.hidden_size=1024",
+        "model.ffn_hidden_size=2816",
+        "model.expert_hidden_size=1024",
+        "data.seq_length=1024",
+    ),
+    *("trainer.precision=bf16-mixed", "dispatcher.capacity_factor=2.0"),
+]
+SCHEDULES = {
+    "none": [],
+    "shared_expert": ["overlap=shared_expert"],
+    "chunked": ["overlap=chunked"],
+    "two_batch": ["overlap=two_batch"],
+    "shortcut": ["overlap=shortcut", "overlap.slot=1"],
+}
 ROWS = [[3, 5], [0, 2]]  # ROWS[a][b]: rows from rank a to rank b; uneven, and one transfer is empty
 
 
@@ -218,6 +244,130 @@ def training() -> str:
     return f"3 steps on {count} GPU{'s' if count > 1 else ''}, losses off from a CPU's: {', '.join(found)}"
 
 
+def step_graphs() -> str:
+    """With each schedule, a step graph trains exactly as without one."""
+    return on_one_gpu(graphs_agree)
+
+
+def step_lint() -> str:
+    """Nothing in a static step makes the host wait or depends on its values."""
+    return on_one_gpu(lint_is_clean)
+
+
+def graph_speed() -> str:
+    """Steps with and without a graph: tokens/s, MFU, time in which the GPU idles, peak memory."""
+    return on_one_gpu(speed_with_a_graph)
+
+
+def on_one_gpu(function: Callable[[torch.device], str]) -> str:
+    """Runs a function in a process of its own, the only rank of an NCCL process group."""
+    need_gpus(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        told = Path(scratch) / "told"
+        context = mp.spawn(_one_rank, args=(function, scratch), nprocs=1, join=False)
+        assert context is not None
+        deadline = time.monotonic() + SECONDS
+        try:
+            while not context.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer in {SECONDS} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+        return told.read_text(encoding="utf-8")
+
+
+def _one_rank(rank: int, function: Callable[[torch.device], str], scratch: str) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
+    join_world(env, device, timeout=timedelta(seconds=SECONDS))
+    register()
+    (Path(scratch) / "told").write_text(function(device), encoding="utf-8")
+    leave_world()
+
+
+def graphs_agree(device: torch.device) -> str:
+    """Trains four steps three times: as written, again, and with a graph. Needs a process group and the schemas."""
+    precision = "bf16-mixed" if device.type == "cuda" else "32-true"
+    for name, overlap in SCHEDULES.items():
+        cfg = composed(CONF, [*STATIC, *overlap, f"trainer.precision={precision}"])
+        first, again, graph = (trained(cfg, device, kind) for kind in ("eager", "eager", "graph"))
+        if first != again:
+            raise RuntimeError(f"overlap={name}: two runs without a graph differ: {first}, {again}")
+        if graph != first:
+            raise RuntimeError(f"overlap={name}: with a graph {graph}, without {first}")
+    return f"4 steps equal bit for bit on {device.type} in {precision}: {', '.join(SCHEDULES)}"
+
+
+def trained(cfg: Any, device: torch.device, kind: str) -> list[float]:
+    """Losses of four steps, and the sums of all parameters behind them."""
+    torch.manual_seed(5)
+    run = Trained(cfg, device)
+    losses = [run.train(kind) for _ in range(4)]
+    sums = [float(local(p).detach().double().sum()) for p in run.step.params]
+    run.close()
+    return [*losses, *sums]
+
+
+def lint_is_clean(device: torch.device) -> str:
+    """The recorder of `graph.lint` on a static step."""
+    cfg = composed(
+        CONF, [*STATIC, f"trainer.precision={'bf16-mixed' if device.type == 'cuda' else '32-true'}"]
+    )
+    run, lint = Trained(cfg, device), StepLint()
+    try:
+        for _ in range(LINT_STEPS):
+            batch = lint.bind(run.batch())
+            run.step.prepare(batch)
+            lint.run(lambda b=batch: run.step.run(b), ready=True, agree=lambda found: [found])  # type: ignore[misc]
+    except LintFinished as done:
+        if done.lines:
+            raise RuntimeError(str(done)) from None
+    finally:
+        run.close()
+    return "a static step reads nothing on the host and allocates nothing that moves"
+
+
+def speed_with_a_graph(device: torch.device) -> str:
+    """Measured as by scripts/bench_graph.py, on a model that fits any GPU."""
+    job = Job(conf=CONF, cases=[], rounds=10, warmup=3)
+    found = measure([*STATIC, *MEDIUM], job, device, say=lambda _: None)
+    cfg, speed = composed(CONF, [*STATIC, *MEDIUM]), found["tokens_per_second"]
+    shape = model_shape(cfg, vocab_size=VOCAB_SIZE)
+    flops = account(shape, top_k=cfg.router.top_k, seq_length=cfg.data.seq_length, extra_per_unit=0)
+    peak = device_peak("auto", device=device, dtype=torch.bfloat16).flops
+    parts = []
+    for kind in ("eager", "graph"):
+        mfu = speed[kind] * flops.flops_per_token / peak if peak else None
+        idle = idle_share(cfg, device, kind)
+        memory = found["peak_memory_bytes"][kind]
+        parts.append(
+            f"{kind} {speed[kind]:.0f} tokens/s, MFU {'unknown' if mfu is None else f'{mfu:.1%}'}, "
+            f"GPU idle {'unknown' if idle is None else f'{idle:.0%}'}, {(memory or 0) / 2**20:.0f} MiB"
+        )
+    return f"{'; '.join(parts)}; {found['speedup']['median']:.2f} x; capture {found['capture_seconds']:.2f} s"
+
+
+def idle_share(cfg: Any, device: torch.device, kind: str) -> float | None:
+    """Share of a step's time in which no kernel runs: what launches cost. None without a GPU."""
+    if device.type != "cuda":
+        return None
+    run = Trained(cfg, device)
+    for _ in range(4):
+        run.train(kind)
+    torch.cuda.synchronize(device)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        begin = time.perf_counter()
+        run.train(kind)
+        torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - begin
+    run.close()
+    busy = sum(event.self_device_time_total for event in profile.key_averages()) * 1e-6
+    return max(0.0, 1 - busy / elapsed)
+
+
 def micro_run(*overrides: str) -> list[float]:
     """Trains a micro model for 3 steps with train.py; returns the training losses.
 
@@ -255,7 +405,17 @@ def difference(value: Tensor, wanted: Tensor) -> float:
     return float((value - wanted).abs().max() / wanted.abs().max())
 
 
-CHECKS: list[Callable[[], str]] = [torch_build, devices, bf16, grouped_gemm, nccl_exchange, training]
+CHECKS: list[Callable[[], str]] = [
+    torch_build,
+    devices,
+    bf16,
+    grouped_gemm,
+    nccl_exchange,
+    training,
+    step_graphs,
+    step_lint,
+    graph_speed,
+]
 
 
 def run_checks(checks: Sequence[Callable[[], str]]) -> list[Outcome]:
@@ -287,7 +447,12 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
 def main(argv: list[str] | None = None, *, checks: Sequence[Callable[[], str]] = CHECKS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file too")
+    parser.add_argument("--list", action="store_true", help="say what would be checked, and check nothing")
     arguments = parser.parse_args(argv)
+    if arguments.list:
+        for check in checks:
+            print(f"{check.__name__.replace('_', ' '):14s} {(check.__doc__ or '').splitlines()[0]}")
+        return 0
     outcomes = run_checks(checks)
     show(outcomes, Console())
     if arguments.json is not None:

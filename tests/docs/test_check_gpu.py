@@ -26,14 +26,61 @@ def test_without_a_gpu_it_says_what_it_skips_and_why(tmp_path: Path, capsys: pyt
         "grouped gemm": "ok",
         "nccl exchange": "skipped",
         "training": "skipped",
+        "step graphs": "skipped",
+        "step lint": "skipped",
+        "graph speed": "skipped",
     }
     printed = capsys.readouterr().out
     assert all(row["name"] in printed for row in rows)
     assert [row["detail"] for row in rows if row["state"] == "skipped"] == [
         "needs 1 CUDA device, torch sees 0",
         "needs 2 CUDA devices, torch sees 0",
-        "needs 1 CUDA device, torch sees 0",
+        *["needs 1 CUDA device, torch sees 0"] * 4,
     ]
+
+
+def test_it_lists_its_checks_without_running_them(capsys: pytest.CaptureFixture):
+    def explodes() -> str:
+        """Would explode."""
+        raise AssertionError
+
+    assert check_gpu.main(["--list"], checks=[explodes]) == 0
+    assert capsys.readouterr().out.split() == ["explodes", "Would", "explode."]
+
+
+def on_the_cpu(rank: int, world: int, *, name: str, broken: bool = False) -> str:
+    """A check of step graphs as the only rank, on a CPU, where the graph is a tape."""
+    module = script("scripts/check_gpu.py")
+    module.register()
+    module.MEDIUM, module.SCHEDULES = [], {"shortcut": module.SCHEDULES["shortcut"]}
+    if broken:
+        original = module.Trained.train
+
+        def train(self, kind: str) -> float:
+            return original(self, kind) + (kind == "graph")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.Trained, "train", train)
+            return getattr(module, name)(torch.device("cpu"))
+    return getattr(module, name)(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("graphs_agree", "4 steps equal bit for bit on cpu in 32-true: shortcut"),
+        ("lint_is_clean", "reads nothing on the host"),
+        ("speed_with_a_graph", " x; capture "),
+    ],
+)
+def test_the_checks_of_step_graphs_run_on_a_tape(name: str, expected: str):
+    (told,) = ranks(1).run(on_the_cpu, name=name)
+    assert expected in told
+
+
+def test_a_graph_that_trains_otherwise_is_found():
+    with pytest.raises(AssertionError, match=r"overlap=shortcut: with a graph"):
+        ranks(1).run(on_the_cpu, name="graphs_agree", broken=True)
 
 
 def test_a_failure_does_not_stop_the_other_checks_and_is_the_exit_code(capsys: pytest.CaptureFixture):

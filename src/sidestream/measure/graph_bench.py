@@ -90,14 +90,18 @@ class Trained:
         self._sequences, self._draw = sequences, 0
         self.max_norm = cfg.trainer.gradient_clip_val
 
-    def attempt(self, kind: str) -> None:
-        """One attempt on tokens of its own."""
-        graph = self.graphs[kind]
+    def batch(self) -> Batch:
+        """Random tokens of this rank, others in every call."""
         self._draw += 1
         generator = torch.Generator().manual_seed(self._draw * dist.get_world_size() + dist.get_rank())
         size = (self._sequences, self.cfg.data.seq_length + 1)
         tokens = torch.randint(0, VOCAB_SIZE, size, generator=generator)
-        batch = graph.bind(Batch.of(tokens).to(self.device))
+        return Batch.of(tokens).to(self.device)
+
+    def attempt(self, kind: str) -> None:
+        """One attempt on tokens of its own."""
+        graph = self.graphs[kind]
+        batch = graph.bind(self.batch())
         self.step.prepare(batch)
         graph.run(
             lambda: self.step.run(batch),
@@ -106,14 +110,15 @@ class Trained:
             rehearsal=lambda: self.step.rehearsal(batch),
         )
 
-    def train(self, kind: str) -> None:
-        """One step; repeated attempts of an overflow are part of it."""
+    def train(self, kind: str) -> float:
+        """One step, with the repeated attempts of an overflow; returns its loss."""
         while True:
             self.attempt(kind)
             report = self.step.check()
             if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
                 break
         self.step.commit(report, optimizer_step=self.optimizer.step, max_norm=self.max_norm)
+        return report.loss
 
     def close(self) -> None:
         for graph in self.graphs.values():
@@ -133,9 +138,7 @@ def measure(
     case: list[str], job: Job, device: torch.device, *, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Measure one configuration. Collective."""
-    with initialize_config_dir(version_base="1.3", config_dir=job.conf):
-        cfg = compose("train", case)
-    OmegaConf.resolve(cfg)
+    cfg = composed(job.conf, case)
     trained = Trained(cfg, device)
     kinds = list(trained.graphs)
     for kind in kinds:
@@ -174,6 +177,14 @@ def measure(
     trained.close()
     say(f"{' '.join(case) or 'tiny'}: {record['speedup']['median']:.3f} x the tokens/s of eager")
     return record
+
+
+def composed(conf: str, overrides: list[str]) -> Any:
+    """The config of train.py with these overrides."""
+    with initialize_config_dir(version_base="1.3", config_dir=conf):
+        cfg = compose("train", overrides)
+    OmegaConf.resolve(cfg)
+    return cfg
 
 
 def _memory(trained: Trained) -> dict[str, int | None]:
