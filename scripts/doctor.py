@@ -21,6 +21,7 @@ from rich.text import Text
 
 from sidestream.config.availability import LIBRARIES, Machine, takes_library, verdict
 from sidestream.config.capabilities import Capabilities, capabilities
+from sidestream.config.graph_check import FACTOR, obstacle
 from sidestream.tracking.folder import write_json_atomic
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -56,6 +57,24 @@ class OptionRow:
 
     group: str
     option: str
+    ok: bool
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """A combination under `graph=step`.
+
+    Attributes:
+        sizes: `exact`, or `budget` with `dispatcher.capacity_factor`.
+        ok: It can be captured.
+    """
+
+    dispatcher: str
+    sizes: str
+    fusion: str
+    overlap: str
     ok: bool
     why: str
     fix: str
@@ -114,6 +133,20 @@ def option_rows(machine: Machine) -> list[OptionRow]:
     return [OptionRow(group, option, **asdict(each)) for group, option, each in found]
 
 
+def graph_rows() -> list[GraphRow]:
+    """Returns what a step graph makes of every dispatcher, with exact sizes and with a budget, schedule and fusion."""
+    rows = []
+    for dispatcher, node in options("dispatcher"):
+        for sizes in ("exact", "budget") if capabilities(node).static else ("exact",):
+            given = OmegaConf.merge(node, {"capacity_factor": FACTOR}) if sizes == "budget" else node
+            for fusion, experts in options("fusion"):
+                found = obstacle(given, experts)  # type: ignore[arg-type]
+                why, fix = ("", "") if found is None else (found.why, f"set {found.fix}")
+                for overlap, _ in options("overlap"):
+                    rows.append(GraphRow(dispatcher, sizes, fusion, overlap, found is None, why, fix))
+    return rows
+
+
 def facts(machine: Machine) -> dict[str, str]:
     """Returns what was found on the machine, in words."""
     gpus = f"{machine.gpus} ({', '.join(machine.gpu_names) or 'model unknown'})" if machine.gpus else "none"
@@ -144,7 +177,11 @@ def words(why: str, fix: str) -> Text:
 
 
 def show(
-    machine: Machine, dispatchers: list[DispatcherRow], others: list[OptionRow], console: Console
+    machine: Machine,
+    dispatchers: list[DispatcherRow],
+    graphs: list[GraphRow],
+    others: list[OptionRow],
+    console: Console,
 ) -> None:
     table = Table("this machine", "found")
     for name, value in facts(machine).items():
@@ -159,10 +196,23 @@ def show(
     console.print(table)
     legend = "auto: what dispatcher.transport=auto takes; read: the host waits, per layer and forward pass\n"
     console.print(legend, style="dim")
+    console.print(graph_table(graphs))
     table = Table("group", "option", "runs", "what to know")
     for option in others:
         table.add_row(option.group, option.option, state(option.ok), words(option.why, option.fix))
     console.print(table)
+
+
+def graph_table(graphs: list[GraphRow]) -> Table:
+    """One line per dispatcher, sizes and fusion, a column per schedule."""
+    schedules = list(dict.fromkeys(row.overlap for row in graphs))
+    table = Table("graph=step: dispatcher", "sizes", "fusion", *schedules, "what helps")
+    lines = dict.fromkeys((row.dispatcher, row.sizes, row.fusion) for row in graphs)
+    for line in lines:
+        cells = [row for row in graphs if (row.dispatcher, row.sizes, row.fusion) == line]
+        fixes = dict.fromkeys(words("", row.fix).plain for row in cells if not row.ok)
+        table.add_row(*line, *(state(row.ok) for row in cells), ", ".join(fixes))
+    return table
 
 
 def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> int:
@@ -170,8 +220,8 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to this file too")
     arguments = parser.parse_args(argv)
     machine = machine or Machine.here()
-    dispatchers, others = dispatcher_rows(machine), option_rows(machine)
-    show(machine, dispatchers, others, Console())
+    dispatchers, graphs, others = dispatcher_rows(machine), graph_rows(), option_rows(machine)
+    show(machine, dispatchers, graphs, others, Console())
     if arguments.json is not None:
         known: dict[str, Any] = {**asdict(machine), "cpu_cores": os.cpu_count()}
         plain = {
@@ -179,6 +229,7 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
         }
         rows = {
             "dispatchers": [asdict(row) for row in dispatchers],
+            "graphs": [asdict(row) for row in graphs],
             "options": [asdict(row) for row in others],
         }
         write_json_atomic(arguments.json, {"machine": plain, **rows})

@@ -51,6 +51,10 @@ OVERLAP = REPOSITORY / "docs" / "overlap.md"
 OVERLAP_RESULT = RESULTS / "overlap_matrix.json"  # the figures of a sweep of scripts/measure_overlap.py
 OVERLAP_BEGIN = "<!-- overlap_matrix begin: written by `make readme` -->"
 OVERLAP_END = "<!-- overlap_matrix end -->"
+GRAPH = REPOSITORY / "docs" / "step_graphs.md"
+GRAPH_RESULT = RESULTS / "bench_graph.json"  # what scripts/bench_graph.py wrote, unchanged
+GRAPH_BEGIN = "<!-- bench_graph begin: written by `make readme` -->"
+GRAPH_END = "<!-- bench_graph end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -69,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
         write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
         write_text_atomic(OVERLAP, render_overlap(OVERLAP.read_text(encoding="utf-8")))
+        write_text_atomic(GRAPH, render_graph(GRAPH.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
             write_text_atomic(DISPATCH, rendered)
@@ -158,6 +163,36 @@ def render_overlap(page: str) -> str:
     """Returns docs/overlap.md with its table replaced; see `render`."""
     result = json.loads(OVERLAP_RESULT.read_text(encoding="utf-8"))
     return _between(OVERLAP.name, page, OVERLAP_BEGIN, OVERLAP_END, overlap_matrix.markdown(result))
+
+
+def render_graph(page: str) -> str:
+    """Returns docs/step_graphs.md with its table replaced; see `render`."""
+    result = json.loads(GRAPH_RESULT.read_text(encoding="utf-8"))
+    columns = ("case", "tokens/s, graph over eager", "quartiles", "memory", "capture", "capture again")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for record in result["results"]:
+        ratio, memory = record["speedup"], record["peak_memory_bytes"]
+        cells = (
+            f"`{' '.join(record['case'])}`",
+            f"{ratio['median']:.2f}",
+            f"{ratio['q1']:.2f} to {ratio['q3']:.2f}",
+            f"{memory['graph'] / memory['eager']:.2f} x",
+            f"{record['capture_seconds']:.2f} s",
+            f"{record['recapture_seconds']:.2f} s",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
+    ranks = result["results"][0]["world_size"]
+    facts = (
+        f"Command: `{result['command']}`",
+        f"Machine: {result['cpu']}, {ranks} ranks, one thread and core a rank, torch {result['versions']['torch']}; "
+        f"load average before {load}",
+        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds of whole "
+        f"steps of `tiny`, in changing order",
+        "Emulated: a CUDA graph, by the tape",
+    )
+    content = "\n".join([*lines, "", *(f"* {fact}." for fact in facts)])
+    return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, content)
 
 
 def _between(name: str, page: str, begin: str, end: str, content: str) -> str:

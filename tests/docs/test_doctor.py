@@ -13,6 +13,7 @@ from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from tests.config.machines import H100, LAPTOP, MACHINES
 from tests.docs.pages import REPOSITORY, script
+from tests.train.fit import compose_run
 
 doctor = script("scripts/doctor.py")
 CONF = REPOSITORY / "conf"
@@ -139,3 +140,34 @@ def test_it_looks_at_this_machine_without_torch(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert found["machine"]["torch"] == torch.__version__
+
+
+def test_it_says_for_every_combination_whether_a_step_graph_can_capture_it(tmp_path: Path):
+    rows = tables(LAPTOP, tmp_path / "doctor.json")["graphs"]
+    assert {row["overlap"] for row in rows} == names("overlap")
+    assert {row["fusion"] for row in rows} == names("fusion")
+    assert {row["dispatcher"] for row in rows} == names("dispatcher")
+    captured = {(row["dispatcher"], row["sizes"]) for row in rows if row["ok"]}
+    assert captured == {(name, "budget") for name in names("dispatcher") - {"local"}} | {("local", "exact")}
+    assert all(row["fusion"] == "grouped" for row in rows if row["ok"])
+    assert all(row["why"] and row["fix"].startswith("set ") for row in rows if not row["ok"])
+
+
+@pytest.mark.parametrize("sizes", [None, 1.5])
+@pytest.mark.parametrize("fusion", ["loop", "grouped"])
+def test_the_config_says_the_same_about_step_graphs(sizes: float | None, fusion: str, tmp_path: Path):
+    rows = tables(LAPTOP, tmp_path / "doctor.json")["graphs"]
+    (row,) = [
+        row
+        for row in rows
+        if (row["dispatcher"], row["sizes"], row["fusion"], row["overlap"])
+        == ("nccl_ep", "budget" if sizes else "exact", fusion, "none")
+    ]
+    options = ["dispatcher=nccl_ep", f"fusion={fusion}", "graph=step"]
+    options += [f"dispatcher.capacity_factor={sizes}"] if sizes else []
+    if row["ok"]:
+        compose_run(options, world=2)
+    else:
+        with pytest.raises(ConfigError) as refused:
+            compose_run(options, world=2)
+        assert row["why"] in str(refused.value) and row["fix"] in str(refused.value)

@@ -33,6 +33,14 @@ def test_the_overlap_table_is_the_one_of_the_committed_measurement():
     assert min(run["reached"] for run in runs if run["compute"] == "real") >= 0.8
 
 
+def test_the_graph_table_is_the_one_of_the_committed_measurement():
+    page = text(render_readme.GRAPH)
+    assert render_readme.render_graph(page) == page, "run `make readme`"
+    for record in json.loads(text(render_readme.GRAPH_RESULT))["results"]:
+        memory = record["peak_memory_bytes"]
+        assert record["speedup"]["median"] >= 1.0 and memory["graph"] <= 2 * memory["eager"]
+
+
 def test_the_picture_shows_the_committed_run():
     assert render_readme.drawn_digest(render_readme.PICTURE) == render_readme.data_digest(), (
         "run `make readme`"
