@@ -26,7 +26,9 @@ ELSEWHERE = re.compile(
     r"logs/.*|(result|env|launch|tokenizer)\.json|(metrics|expert_load)\.jsonl|expert_load\.png|overlap\.(json|png|svg)|trace_rank\d\.json|<train_file>\.json|metrics\.csv|rank\d\.log|checkpoints|(<run>/)?\.hydra/.*|.*version_N.*"
 )
 OPTIONS = sorted(
-    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
+    (path.parent.name, path.stem)
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name not in ("experiment", "arm")
 )
 
 
@@ -126,7 +128,7 @@ def test_the_readme_lists_the_options_that_exist():
 
 def test_every_option_has_a_line_in_the_page_and_the_default_is_marked(compose):
     choices = compose(return_hydra_config=True).hydra.runtime.choices
-    for group in sorted({group for group, _ in OPTIONS} | {"experiment"}):
+    for group in sorted({group for group, _ in OPTIONS} | {"experiment", "arm"}):
         listed = [row[0] for row in rows(section(CONFIGURATION, group)) if len(row) == 2]
         marked = {re.match(r"`(\w+)`", cell).group(1): cell.endswith("(default)") for cell in listed}
         assert set(marked) == {path.stem for path in (CONF / group).glob("*.yaml")}, group

@@ -23,6 +23,7 @@ GROUPS = {
     "logger": "where metrics are mirrored",
     "paths": "folders",
     "experiment": "recipes that set several of these",
+    "arm": "one side of a comparison: what it sets",
 }
 
 HEADER = """Trains a mixture-of-experts language model with expert parallelism.

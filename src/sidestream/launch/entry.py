@@ -57,8 +57,9 @@ def register() -> None:
 
 
 def _without_null(argv: list[str]) -> list[str]:
-    """Hydra takes no null for a group; for these two it has a plain meaning."""
-    return ["logger=none" if part == "logger=null" else part for part in argv if part != "experiment=null"]
+    """Hydra takes no null for a group; for these it has a plain meaning."""
+    nothing = ("experiment=null", "arm=null")
+    return ["logger=none" if part == "logger=null" else part for part in argv if part not in nothing]
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -129,8 +130,9 @@ def start(cfg: DictConfig) -> None:
         resume.keep_previous(folder)
     write_text_atomic(folder / RESOLVED, OmegaConf.to_yaml(resolved))
     choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}
-    if choices.get("experiment") == "none":
-        del choices["experiment"]
+    for name in ("experiment", "arm"):
+        if choices.get(name) == "none":
+            del choices[name]
     Launch(
         command=shlex.join(["python", os.path.relpath(sys.argv[0]), *_typed]),
         overrides=[part for part in hydra.overrides.task if arguments.key_of(part) != "resume"],
