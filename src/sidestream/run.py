@@ -42,6 +42,7 @@ from sidestream.lightning.private import own_signals
 from sidestream.lightning.progress import RichProgress
 from sidestream.lightning.recorder import Recorder, Sizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
+from sidestream.measure.overlap_picture import save
 from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
 from sidestream.tracking import expert_load, names
@@ -82,11 +83,13 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
         log_every_n_steps=cfg.trainer.log_every_n_steps,
         enabled=cfg.callbacks.progress.enabled,
     )
+    reporting = ReportOverlap(steps=report_steps(cfg, layout))
     failed = True
     try:
-        result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress)
+        result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress, reporting)
         if env.rank == 0:
             _draw_load(run_folder, loggers, result)
+            _draw_overlap(run_folder, loggers, result, reporting)
         failed = False
     finally:
         finish_loggers(loggers, int(failed))
@@ -113,6 +116,7 @@ def _fit(
     start: RunResult,
     loggers: list[Logger],
     progress: RichProgress,
+    reporting: ReportOverlap,
 ) -> RunResult:
     strategy = ExpertParallelStrategy(
         env=env,
@@ -154,7 +158,7 @@ def _fit(
             log.warning(
                 "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
             )
-    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress], run_folder.path)
+    trainer = _trainer(cfg, layout, env, strategy, loggers, [progress, reporting], run_folder.path)
     validation = None
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches
@@ -247,7 +251,7 @@ def _trainer(
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=loggers or False,
-        callbacks=[*callbacks, ReportOverlap(steps=report_steps(cfg, layout)), saving],
+        callbacks=[*callbacks, saving],
         inference_mode=False,  # fully_shard gathers into tensors that training uses again
         default_root_dir=folder,
     )
@@ -391,6 +395,20 @@ def _draw_load(run_folder: RunFolder, loggers: list[Logger], result: RunResult) 
             mirror_picture(loggers, names.LOAD_PICTURE, picture, step=step)
     except Exception as error:
         log.warning("no picture of the expert load: %s: %s", type(error).__name__, error)
+
+
+def _draw_overlap(
+    run_folder: RunFolder, loggers: list[Logger], result: RunResult, reporting: ReportOverlap
+) -> None:
+    """overlap.png and overlap.svg of the last report, and their mirrors; no reason to fail either."""
+    try:
+        choices = result.choices
+        title = f"overlap={choices.get('overlap')} dispatcher={choices.get('dispatcher')} link={result.link}"
+        if (picture := reporting.picture(title)) is not None:
+            png = save(picture, run_folder.path)[0]
+            mirror_picture(loggers, names.OVERLAP_PICTURE, png, step=reporting.steps[-1])
+    except Exception as error:
+        log.warning("no picture of the overlap: %s: %s", type(error).__name__, error)
 
 
 def _loggers(

@@ -181,6 +181,7 @@ def test_the_page_explains_every_metric():
         *names.VALIDATION,
         *names.OVERLAP,
         names.LOAD_PICTURE,
+        names.OVERLAP_PICTURE,
     }
     assert {name for name in explained if name != "wandb_id"} == wanted
     constants = {v for k, v in vars(names).items() if k.isupper() and isinstance(v, str)}

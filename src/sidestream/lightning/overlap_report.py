@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from sidestream.data.batch import Batch
-from sidestream.measure.overlap import Bench, Measured
+from sidestream.measure.overlap import SHOWN, Bench, Measured
 from sidestream.measure.overlap_exchange import channel_of
-from sidestream.measure.overlap_report import OverlapReport
+from sidestream.measure.overlap_picture import both_arms
+from sidestream.measure.overlap_report import OverlapReport, ratio
 from sidestream.measure.overlap_work import UnitWork, preserved, unit_input
 from sidestream.model.transformer import MoETransformer
 from sidestream.tracking.result import Overlap
@@ -37,6 +39,7 @@ class ReportOverlap(Callback):
     def __init__(self, *, steps: range) -> None:
         self.steps = steps
         self.last: OverlapReport | None = None
+        self._shown: tuple[int, dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """What a config cannot tell: which transport `auto` has become."""
@@ -57,8 +60,26 @@ class ReportOverlap(Callback):
             return
         recipe = pl_module.recipe
         micro_batch = batch.split(recipe.micro_batch_size)[0]
-        self.last = measure_unit(pl_module.model, micro_batch, autocast=recipe.autocast).report()
+        measured = measure_unit(pl_module.model, micro_batch, autocast=recipe.autocast)
+        self.last = measured.report()
         pl_module.recorder.overlap(step, self.last)
+        group = pl_module.parallel_strategy.parallel.control
+        ranks: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(ranks, [measured.bars(arm) for arm in SHOWN], group=group)
+        if trainer.is_global_zero:
+            self._shown = (step, both_arms(measured, ranks))
+
+    def picture(self, title: str) -> dict[str, Any] | None:
+        """What `overlap_picture.save` draws of the last report, on rank 0; None before the first."""
+        if self.last is None or self._shown is None:
+            return None
+        step, arms = self._shown
+        lines = [
+            f"{title}: one MoE unit after step {step}",
+            f"{ROUNDS} rounds during training; serial above, overlapped below",
+        ]
+        figures = f"E_hide {ratio(self.last.e_hide)}, at most {ratio(self.last.bound)} with this schedule"
+        return {"title": lines, "figures": figures, **arms}
 
     def result(self) -> Overlap | None:
         """The entry `overlap` of result.json."""

@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sidestream.measure.overlap import ARMS, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
 from sidestream.tracking.folder import write_bytes_atomic
 
@@ -84,6 +85,20 @@ def timeline(
             for rank in ranks
         ],
     }
+
+
+def both_arms(measured: Measured, ranks: Sequence[Any]) -> dict[str, Any]:
+    """`serial` and `overlapped` of the round that is shown.
+
+    Args:
+        measured: On the rank that draws.
+        ranks: Rank -> the bars of `SHOWN`, see `Measured.bars`.
+    """
+    arms = {}
+    for place, arm in enumerate(SHOWN):
+        seconds = measured.seconds[measured.shown_round, ARMS.index(arm)].tolist()
+        arms[arm] = timeline([of_rank[place] for of_rank in ranks], passes=measured.passes, seconds=seconds)
+    return arms
 
 
 def draw(picture: dict[str, Any]) -> Figure:

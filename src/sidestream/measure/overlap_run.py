@@ -24,7 +24,7 @@ from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv, available_cores
 from sidestream.measure import environment as facts
 from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Bench, Measured
-from sidestream.measure.overlap_picture import save, timeline
+from sidestream.measure.overlap_picture import both_arms, save
 from sidestream.measure.overlap_report import ratio, remarks
 from sidestream.measure.overlap_work import StepWork, UnitWork, Work, unit_input
 from sidestream.model.transformer import MoETransformer
@@ -240,11 +240,7 @@ def _record(
     }
     record["emulated"] = _emulated(record)
     record["overlap"] = asdict(_overlap(record))
-    arms: dict[str, Any] = {}
-    for place, arm in enumerate(SHOWN):
-        seconds = measured.seconds[measured.shown_round, ARMS.index(arm)].tolist()
-        of_arm = [of_rank[place] for of_rank in ranks]
-        arms[arm] = timeline(of_arm, passes=measured.passes, seconds=seconds)
+    arms = both_arms(measured, ranks)
     record["picture"] = {"title": _title(record), "figures": _figures(record), **arms}
     return record
 

@@ -124,6 +124,7 @@ class Replicate:
             self._next += 1
 
     def zero(self) -> None:
+        self.reattach()
         for bucket in self.buckets:
             bucket.flat.zero_()
 

@@ -47,6 +47,7 @@ OVERLAP_BOUND = "perf/overlap/bound"  # the largest e_hide that the schedule can
 VAL_LOSS = "val/loss"  # nats per token
 
 LOAD_PICTURE = "moe/expert_load"  # expert_load.png; loggers only
+OVERLAP_PICTURE = "perf/overlap/timeline"  # overlap.png; loggers only
 
 PER_LAYER = (LAYER_LOAD, LAYER_LOAD_CV, LAYER_DEAD_EXPERTS, LAYER_RANK_LOAD)
 TRAINING = (
