@@ -115,7 +115,7 @@ REFUSALS = [
     (
         [*GATES, "balance.scope=global"],
         "overlap.double_gating=true: this balance expects one",
-        "balance=bias",
+        "balance.scope=micro_batch",
     ),
     ([*GATES, "balance=quantile"], "overlap.double_gating=true: this balance expects one", "balance=bias"),
 ]

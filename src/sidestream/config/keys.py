@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError
-from sidestream.config.schema import known_keys
+from sidestream.config.schema import known_keys, options_with
 
 # What people type, from other frameworks or older habits -> the key here.
 RENAMED = {
@@ -66,6 +66,13 @@ def unknown_key(key: str, value: object) -> ConfigError:
         why = WHY_RENAMED.get(key, "this key has another name here")
         shown = "<value>" if key in WHY_RENAMED or isinstance(value, dict | list | None) else f"{value}"
         return ConfigError(key, value, why, expected=new, fix=f"{new}={shown}")
+    if options := options_with(key):
+        group = key.partition(".")[0]
+        why, expected = (
+            f"only another option of {group} has this key",
+            f"it beside {group}={' or '.join(options)}",
+        )
+        return ConfigError(key, value, why, expected=expected, fix=f"{group}={options[0]}")
     near = nearest(key)
     if not near:
         listing = "one of the keys of `python train.py --cfg job`"

@@ -448,6 +448,23 @@ def known_keys() -> list[str]:
     return list(keys)
 
 
+def options_with(key: str) -> list[str]:
+    """Returns the options of a group that have a key; nothing of a key that none has."""
+    group = key.partition(".")[0]
+    return [name for name, schema in SCHEMAS.get(group, {}).items() if key in _dotted(group, schema)]
+
+
+def optional_parts() -> list[str]:
+    """Returns the keys that take null or a group of keys."""
+    return [
+        f"{group}.{name}"
+        for group, schemas in SCHEMAS.items()
+        for schema in schemas.values()
+        for name, item in schema.__dataclass_fields__.items()
+        if any(hasattr(kind, "__dataclass_fields__") for kind in getattr(item.type, "__args__", ()))
+    ]
+
+
 def _dotted(prefix: str, schema: Any) -> list[str]:
     keys = []
     for name, item in schema.__dataclass_fields__.items():
