@@ -39,7 +39,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     # The source of `python_source` is cut anew for another share.
     "data.val_fraction": ("0.05",),
     # More ranks than a small machine has cores would only be slow.
-    "trainer.devices": ("1", "2"),
+    "trainer.devices": ("2", "1"),
     "trainer.pin_cpu": ("false",),
     # What is written as a list, or as either.
     "model.moe_layers": ("1", "2", "3", "[]", "[1]", "[1,3]", "[0,2]", "[2,3]", "[1,9]"),
@@ -94,6 +94,7 @@ MICRO = {
     "model.num_experts": "4",
     "model.vocab_size": "null",
     "model.first_dense_layers": "0",
+    "data.seq_length": "16",
 }
 
 

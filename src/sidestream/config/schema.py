@@ -4,8 +4,8 @@ Stored under `schema/<group>/<name>`, which keeps them out of the lists of optio
 that are `Any` also take a user's own YAML, which has no schema here.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -457,11 +457,11 @@ def options_with(key: str) -> list[str]:
 def optional_parts() -> list[str]:
     """Returns the keys that take null or a group of keys."""
     return [
-        f"{group}.{name}"
+        f"{group}.{item.name}"
         for group, schemas in SCHEMAS.items()
         for schema in schemas.values()
-        for name, item in schema.__dataclass_fields__.items()
-        if any(hasattr(kind, "__dataclass_fields__") for kind in getattr(item.type, "__args__", ()))
+        for item in fields(cast(Any, schema))
+        if any(map(is_dataclass, getattr(item.type, "__args__", ())))
     ]
 
 
