@@ -139,6 +139,19 @@ def test_auto_is_the_largest_group_that_fits(
         (["model.num_layers=null"], "model.num_layers=null: may not be null", ""),
         (["model.num_layers=0"], "model.num_layers=0: out of range; expected a value >= 1", "num_layers=1"),
         (["optimizer.lr=nan"], "optimizer.lr=nan: out of range", ""),
+        (["optimizer.betas={x:1}"], "optimizer.betas={x:1}: not a list", ""),
+        (["model.full_attention_layers={x:1}"], "model.full_attention_layers={x:1}: not a list", ""),
+        (
+            ["data=huggingface", "data.dataset=text", "data.data_files=[[1]]"],
+            "data.data_files=[[1]]: not a flat list",
+            "",
+        ),
+        (["trainer.peak_tflops={x:1}"], "trainer.peak_tflops={'x': 1}: not a number", "=auto"),
+        (
+            ["callbacks.overlap_report.every_n_steps={x:1}"],
+            "callbacks.overlap_report.every_n_steps={'x': 1}: not an integer",
+            "every_n_steps=auto",
+        ),
         (["optimizer.betas=3"], "optimizer.betas=3: not a list", ""),
         (["strategy.expert_parallel_size=abc"], "strategy.expert_parallel_size=abc: not an integer", "=auto"),
         (

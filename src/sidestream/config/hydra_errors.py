@@ -21,6 +21,7 @@ from sidestream.config.schema import optional_parts
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 
 _UNKNOWN = re.compile(r"Could not (?:override|delete|append).*?'[+~]*([\w./@-]+?)(?:=.*)?'", re.DOTALL)
+_MERGED = re.compile(r"Error merging override '?[+~]*([\w.-]+)=")
 _SEE = "run `python train.py --cfg job` to see all keys"
 _WRONG_TYPE = re.compile(r"full_key: ([\w.\[\]-]+)")
 
@@ -52,6 +53,10 @@ def explain(error: Exception, overrides: list[str]) -> str:
         explained = _explain_one(cause, typed)
         if explained:
             return str(explained)
+    merged = _MERGED.match(str(error))
+    if merged and any("with ListConfig" in str(cause) for cause in causes):
+        key = merged.group(1)
+        return str(_wrong_type(key, typed.get(key, "..."), "ListConfig"))
     messages = dict.fromkeys(str(cause).partition("\n")[0] for cause in causes)
     return ": ".join(message for message in messages if message)
 

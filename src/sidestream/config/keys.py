@@ -4,7 +4,7 @@ import difflib
 from dataclasses import Field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.schema import known_keys, options_with
@@ -116,7 +116,7 @@ def _walk(node: DictConfig, prefix: str) -> None:
         typed = isinstance(value, DictConfig) and hasattr(OmegaConf.get_type(value), "__dataclass_fields__")
         if (fields and name not in fields and not typed) or key in RENAMED:
             raise unknown_key(key, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
-        if isinstance(value, DictConfig):
+        if isinstance(value, DictConfig) and not (name in fields and fields[name].metadata.get("auto")):
             _walk(value, f"{key}.")
         elif name in fields:
             _check_value(key, value, fields[name].metadata)
@@ -129,6 +129,8 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
         raise ConfigError(
             key, value, "not a choice", expected=f"one of {', '.join(shown)}", fix=f"{key}={shown[0]}"
         )
+    if isinstance(value, ListConfig) and any(isinstance(item, ListConfig | DictConfig) for item in value):
+        raise ConfigError(key, value, "not a flat list", expected="plain values", fix=f"{key}=[<value>,...]")
     if limits.get("auto"):
         if value is None or value == "auto":  # null where it is not allowed is refused by OmegaConf
             return
