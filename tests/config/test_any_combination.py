@@ -147,6 +147,8 @@ def to_run(draw: Draw) -> tuple[list[str], int]:
     keys = {**draw.keys, **QUIET, "trainer.max_steps": str(steps)}
     if steps == 4:
         keys["graph.warmup_steps"] = "2"
+    if keys.get("dispatcher.on_overflow") == "error":  # ends a run on purpose
+        keys["dispatcher.on_overflow"] = "replay"
     if draw.choices["logger"] == "wandb":
         keys["logger.offline"] = "true"
     world = int(keys["trainer.devices"])
