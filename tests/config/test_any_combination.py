@@ -200,7 +200,7 @@ STATIC = "dispatcher.capacity_factor=1.5 graph=step trainer.max_steps=4"
         f"overlap=two_batch {STATIC} model.tie_embeddings=true",
         "overlap=shortcut model.moe_layers=[]",
         f"overlap=chunked model.moe_layers=[] {STATIC}",
-        "router.num_groups=4 router.top_groups=2 router.top_k=4 balance=bias",
+        "router.num_groups=4 router.top_groups=2 router.top_k=2 balance=bias",
         "dispatcher.on_overflow=error",
         "dispatcher=local model.moe_layers=[0] graph=step trainer.max_steps=4",
     ],
