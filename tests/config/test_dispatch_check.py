@@ -48,6 +48,11 @@ def refusal(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             "dispatcher.capacity_factor=1.5: router.pad_to_capacity=true",
             "set dispatcher.capacity_factor=null",
         ),
+        (  # without the factor the graph was refused, which asked for it back
+            ["graph=step", "dispatcher.capacity_factor=1.5", *PAD],
+            "dispatcher.capacity_factor=1.5: router.pad_to_capacity=true",
+            "set router.pad_to_capacity=false",
+        ),
         (["dispatcher.capacity_factor=0"], "dispatcher.capacity_factor=0.0: out of range", ""),
         (
             ["dispatcher.on_overflow=stop"],

@@ -91,6 +91,11 @@ REFUSALS = [
         "overlap.mix=add",
     ),
     ([*GATES[:2], "router.top_k=1"], "overlap.double_gating=true: DGMoE has no shared expert", UNSHARED),
+    (  # taking the shared expert away alone was refused because of its gate, which asked for it back
+        [*GATES[:2], "model.shared_expert_gate=true", "model.shared_expert_hidden_size=64"],
+        "overlap.double_gating=true: DGMoE has no shared expert",
+        f"{UNSHARED} model.shared_expert_gate=false model.shared_expert_hidden_size=null",
+    ),
     ([*GATES[:3]], "overlap.double_gating=true: each of its two gates takes one", "router.top_k=1"),
     (
         [*GATES, "model.num_experts=1"],
@@ -115,7 +120,7 @@ REFUSALS = [
     (
         [*GATES, "balance.scope=global"],
         "overlap.double_gating=true: this balance expects one",
-        "balance=bias",
+        "balance.scope=micro_batch",
     ),
     ([*GATES, "balance=quantile"], "overlap.double_gating=true: this balance expects one", "balance=bias"),
 ]
@@ -140,10 +145,12 @@ def test_a_refusal_says_what_to_set_and_following_it_ends_in_a_config_that_runs(
 
 def with_fix(overrides: list[str], fix: str) -> list[str]:
     """As a user would: the key typed before is replaced; keys of an option that is left go with it."""
-    key, kept = fix.partition("=")[0], overrides
-    if "." not in key:
-        kept = [o for o in overrides if not o.startswith(f"{key}.")]
-    return [*(o for o in kept if o.partition("=")[0] != key), fix]
+    for part in fix.split():
+        key = part.partition("=")[0]
+        if "." not in key:
+            overrides = [o for o in overrides if not o.startswith(f"{key}.")]
+        overrides = [*(o for o in overrides if o.partition("=")[0] != key), part]
+    return overrides
 
 
 @pytest.mark.parametrize(

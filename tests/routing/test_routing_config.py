@@ -107,7 +107,11 @@ def line_of(*overrides: str) -> str:
             "balance=quantile: its quantiles do not know of router.num_groups=4",
             "set balance=bias",
         ),
-        (["balance=quantile", "+balance.coefficient=0.01"], "balance.coefficient=0.01: no such key", ""),
+        (
+            ["balance=quantile", "+balance.coefficient=0.01"],
+            "balance.coefficient=0.01: only another option of balance has",
+            "balance=aux_loss",
+        ),
         (["balance=quantile", "balance.ema=1.5"], "balance.ema=1.5: out of range", ""),
         (
             ["+router.capacity_factor=1.5"],

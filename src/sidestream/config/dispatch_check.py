@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from sidestream.config.availability import LIBRARIES, TO_TORCH, Machine, takes_library, verdict
 from sidestream.config.capabilities import CAPABILITIES
 from sidestream.config.errors import ConfigError
+from sidestream.config.graph_check import is_step
 
 if TYPE_CHECKING:
     from sidestream.config.compatibility import Layout
@@ -119,7 +120,8 @@ def _check_padded(cfg: DictConfig) -> None:
         factor,
         "router.pad_to_capacity=true gives every expert one number of rows already",
         expected="one of the two",
-        fix="dispatcher.capacity_factor=null",
+        # A step graph cannot do without the factor.
+        fix="router.pad_to_capacity=false" if is_step(cfg.graph) else "dispatcher.capacity_factor=null",
     )
 
 

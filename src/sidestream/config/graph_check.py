@@ -63,14 +63,18 @@ def obstacle(dispatcher: DictConfig, fusion: DictConfig) -> Obstacle | None:
     return None
 
 
+def is_step(graph: DictConfig) -> bool:
+    """Whether this is `graph=step`."""
+    return str(graph.get("_target_", "")).endswith("graph.step.StepGraph")
+
+
 def check_graph(cfg: DictConfig, layout: Layout) -> None:
     """Checks `graph=step`.
 
     Raises:
         ConfigError: naming the key to change.
     """
-    graph = cfg.graph
-    if not str(graph.get("_target_", "")).endswith("graph.step.StepGraph"):
+    if not is_step(cfg.graph):
         return
     found = (
         _backend(cfg, layout)

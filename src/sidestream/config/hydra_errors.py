@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import traceback
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
 from omegaconf.errors import (
@@ -14,13 +15,28 @@ from omegaconf.errors import (
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import unknown_key
+from sidestream.config.schema import optional_parts
 
 # ValueError: Hydra's own for a wrong mix of flags or a misused group override.
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 
 _UNKNOWN = re.compile(r"Could not (?:override|delete|append).*?'[+~]*([\w./@-]+?)(?:=.*)?'", re.DOTALL)
+_MERGED = re.compile(r"Error merging override '?[+~]*([\w.-]+)=")
 _SEE = "run `python train.py --cfg job` to see all keys"
 _WRONG_TYPE = re.compile(r"full_key: ([\w.\[\]-]+)")
+
+
+def is_of_user(error: Exception) -> bool:
+    """Whether an exception of composing a config is about what the user typed, and not a mistake of ours."""
+    return isinstance(error, USER_ERRORS) or _is_of_omegaconf(error)
+
+
+def _is_of_omegaconf(error: BaseException) -> bool:
+    """OmegaConf fails on an assert, or on an attribute of None, where a group of keys is null in the YAML."""
+    if not isinstance(error, AssertionError | AttributeError):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and str(frames[-1][0].f_globals.get("__name__")).startswith("omegaconf.")
 
 
 def explain(error: Exception, overrides: list[str]) -> str:
@@ -37,6 +53,10 @@ def explain(error: Exception, overrides: list[str]) -> str:
         explained = _explain_one(cause, typed)
         if explained:
             return str(explained)
+    merged = _MERGED.match(str(error))
+    if merged and any("with ListConfig" in str(cause) for cause in causes):
+        key = merged.group(1)
+        return str(_wrong_type(key, typed.get(key, "..."), "ListConfig"))
     messages = dict.fromkeys(str(cause).partition("\n")[0] for cause in causes)
     return ": ".join(message for message in messages if message)
 
@@ -52,6 +72,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | None:
     message = str(error)
+    if _is_of_omegaconf(error) and (null := _part_of_null(typed)):
+        return null
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
@@ -73,6 +95,15 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
         return ConfigError(error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=_SEE)
     if found := _UNKNOWN.search(message):
         return unknown_key(found.group(1), typed.get(found.group(1), "..."))
+    return None
+
+
+def _part_of_null(typed: dict[str, str]) -> ConfigError | None:
+    for key, value in typed.items():
+        if any(f"{key}.".startswith(f"{part}.") for part in optional_parts()):
+            why = "null in this option, and the command line cannot make a group of keys of it"
+            expected = "an option whose YAML states it, as that of model=deepseek_v3"
+            return ConfigError(key, value, why, expected=expected, fix="model=deepseek_v3")
     return None
 
 

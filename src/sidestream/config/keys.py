@@ -4,10 +4,10 @@ import difflib
 from dataclasses import Field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError
-from sidestream.config.schema import known_keys
+from sidestream.config.schema import known_keys, options_with
 
 # What people type, from other frameworks or older habits -> the key here.
 RENAMED = {
@@ -66,6 +66,13 @@ def unknown_key(key: str, value: object) -> ConfigError:
         why = WHY_RENAMED.get(key, "this key has another name here")
         shown = "<value>" if key in WHY_RENAMED or isinstance(value, dict | list | None) else f"{value}"
         return ConfigError(key, value, why, expected=new, fix=f"{new}={shown}")
+    if options := options_with(key):
+        group = key.partition(".")[0]
+        why, expected = (
+            f"only another option of {group} has this key",
+            f"it beside {group}={' or '.join(options)}",
+        )
+        return ConfigError(key, value, why, expected=expected, fix=f"{group}={options[0]}")
     near = nearest(key)
     if not near:
         listing = "one of the keys of `python train.py --cfg job`"
@@ -109,7 +116,7 @@ def _walk(node: DictConfig, prefix: str) -> None:
         typed = isinstance(value, DictConfig) and hasattr(OmegaConf.get_type(value), "__dataclass_fields__")
         if (fields and name not in fields and not typed) or key in RENAMED:
             raise unknown_key(key, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
-        if isinstance(value, DictConfig):
+        if isinstance(value, DictConfig) and not (name in fields and fields[name].metadata.get("auto")):
             _walk(value, f"{key}.")
         elif name in fields:
             _check_value(key, value, fields[name].metadata)
@@ -122,6 +129,8 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
         raise ConfigError(
             key, value, "not a choice", expected=f"one of {', '.join(shown)}", fix=f"{key}={shown[0]}"
         )
+    if isinstance(value, ListConfig) and any(isinstance(item, ListConfig | DictConfig) for item in value):
+        raise ConfigError(key, value, "not a flat list", expected="plain values", fix=f"{key}=[<value>,...]")
     if limits.get("auto"):
         if value is None or value == "auto":  # null where it is not allowed is refused by OmegaConf
             return

@@ -136,7 +136,10 @@ def _check_double_gating(cfg: DictConfig) -> None:
         return _refuse("double_gating", True, why, expected="a top-1 router and no shared expert", fix=fix)
 
     if cfg.model.num_shared_experts:
-        raise refuse("DGMoE has no shared expert", "model.num_shared_experts=0")
+        # What says more about the shared expert goes with it, or the next refusal would ask for it back.
+        idle = {"shared_expert_gate": "false", "shared_expert_hidden_size": "null"}
+        also = "".join(f" model.{key}={value}" for key, value in idle.items() if cfg.model[key])
+        raise refuse("DGMoE has no shared expert", f"model.num_shared_experts=0{also}")
     if cfg.router.get("top_k", 1) != 1:
         raise refuse("each of its two gates takes one expert", "router.top_k=1")
     if cfg.model.num_experts < 2:
@@ -149,5 +152,8 @@ def _check_double_gating(cfg: DictConfig) -> None:
         raise refuse("router.force_balance deals the same expert to both gates", "router.force_balance=false")
     if cfg.router.get("pad_to_capacity"):
         raise refuse("router.pad_to_capacity fills experts up once per layer", "router.pad_to_capacity=false")
-    if cfg.balance.get("scope") == "global" or "quantile" in str(cfg.balance.get("_target_", "")):
-        raise refuse("this balance expects one routing per layer", "balance=bias")
+    why = "this balance expects one routing per layer"
+    if cfg.balance.get("scope") == "global":
+        raise refuse(why, "balance.scope=micro_batch")
+    if "quantile" in str(cfg.balance.get("_target_", "")):
+        raise refuse(why, "balance=bias")

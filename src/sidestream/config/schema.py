@@ -4,8 +4,8 @@ Stored under `schema/<group>/<name>`, which keeps them out of the lists of optio
 that are `Any` also take a user's own YAML, which has no schema here.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -446,6 +446,23 @@ def known_keys() -> list[str]:
         for schema in schemas.values():
             keys.update(dict.fromkeys(_dotted(group, schema)))
     return list(keys)
+
+
+def options_with(key: str) -> list[str]:
+    """Returns the options of a group that have a key; nothing of a key that none has."""
+    group = key.partition(".")[0]
+    return [name for name, schema in SCHEMAS.get(group, {}).items() if key in _dotted(group, schema)]
+
+
+def optional_parts() -> list[str]:
+    """Returns the keys that take null or a group of keys."""
+    return [
+        f"{group}.{item.name}"
+        for group, schemas in SCHEMAS.items()
+        for schema in schemas.values()
+        for item in fields(cast(Any, schema))
+        if any(map(is_dataclass, getattr(item.type, "__args__", ())))
+    ]
 
 
 def _dotted(prefix: str, schema: Any) -> list[str]:

@@ -18,7 +18,7 @@ from sidestream.config import schema
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.help import help_text
-from sidestream.config.hydra_errors import USER_ERRORS, explain
+from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
 from sidestream.launch import arguments, failures, resume, torchrun
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import RESOLVED, Launch
@@ -42,7 +42,9 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         sys.argv[1:] = resume.rewrite(_without_null(_typed))
         main()
-    except USER_ERRORS as error:
+    except Exception as error:
+        if not is_of_user(error):
+            raise
         _refuse(error)
     finally:
         torchrun.release()
