@@ -46,7 +46,10 @@ _OF_THE_SWEEP = (
 
 
 class RanksLauncher(Launcher):
-    """Runs the jobs, `max_concurrent` at once; one that fails does not stop the others, one that cannot run is skipped."""
+    """Runs the jobs, `max_concurrent` at once.
+
+    One that fails does not stop the others, one that cannot run is skipped.
+    """
 
     def __init__(self, max_concurrent: int = 1) -> None:
         self.max_concurrent = max_concurrent
