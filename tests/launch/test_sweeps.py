@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parents[2]
 LAYOUT = Layout(2, 2, 2, 1, 4, 1, "cpu")
 SECONDS = 150  # of a command line; about 12 on two quiet cores
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 # Leaves what train.py would leave. Which seeds fail is in a file beside it.
 JOB = """
@@ -80,7 +80,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         error, code = None, 0
         try:
             if not any(part.startswith("resume_sweep=") for part in argv):
-                argv = (*argv, "-m", f"hydra.sweep.dir={folder}")
+                argv = ("-m", *argv, f"hydra.sweep.dir={folder}")
             words = sweeps.rewrite(list(argv))
             monkeypatch.setattr(sys, "argv", ["train.py", *words])
             overrides = arguments.split(words)[1]
@@ -156,9 +156,7 @@ def test_the_table_has_the_keys_that_differ_and_the_figures(sweep):
     ]
     assert column(done, "seed") == ["1", "1", "2", "2"]
     assert column(done, "val_loss") == ["2.0", "2.0", "3.0", "3.0"]
-    assert column(done, "folder")[3] == "3-seed-2_tiny_seq_length-128" or column(done, "folder")[
-        3
-    ].startswith("3-")
+    assert column(done, "folder")[3] == "3-seed-2_model-tiny_seq_length-128"
     assert all(float(value) > 0 for value in column(done, "seconds"))
 
 
@@ -182,18 +180,18 @@ def test_the_table_is_written_after_every_job_and_the_hook_is_called_once(
 
 def test_a_second_start_runs_what_is_missing_or_failed_and_a_third_nothing(sweep, tmp_path: Path):
     folder = tmp_path / "s"
-    first = sweep("seed=1,2,3", "router.top_k=2,9", fails="2")
-    assert column(first, "state") == ["done", "skipped", "FAILED", "skipped", "done", "skipped"]
-    shutil.rmtree(folder / "4-seed-3_top_k-2")
+    first = sweep("seed=1,2,3", fails="2")
+    assert column(first, "state") == ["done", "FAILED", "done"]
+    shutil.rmtree(folder / "2-seed-3")
     second = sweep("resume_sweep=s")
     assert second.code == 0
-    assert column(second, "state") == ["done", "skipped"] * 3
+    assert column(second, "state") == ["done"] * 3
     assert second.rows[0] == first.rows[0]  # with its figures and seconds
     assert starts(folder) == {
-        "0-seed-1_top_k-2": "new",
-        "2-seed-2_top_k-2": "new",  # resolved.yaml is not there: nothing says that it may go on
-        "2-seed-2_top_k-2.failed-0": "new",
-        "4-seed-3_top_k-2": "new",
+        "0-seed-1": "new",
+        "1-seed-2": "new",  # resolved.yaml is not there: nothing says that it may go on
+        "1-seed-2.failed-0": "new",
+        "2-seed-3": "new",
     }
     third = sweep("resume_sweep=s")
     assert third.rows == second.rows
@@ -383,7 +381,7 @@ def test_states(tmp_path: Path, code: int | None, state: str, reason: str):
 def test_the_reason_of_an_earlier_start_is_not_taken_for_this_one(tmp_path: Path):
     (tmp_path / "stdout.log").write_text("error: earlier\n")
     job = Job(0, tmp_path, [], code=1, log_start=15)
-    assert "earlier" not in job.reason
+    assert job.reason.startswith("exit code 1; see ")
     with (tmp_path / "stdout.log").open("a") as log:
         log.write("error: now\n")
     assert job.reason == "now"

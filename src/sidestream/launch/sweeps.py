@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
@@ -87,7 +88,7 @@ def _saved(folder: Path, value: str) -> Any:
     except FileNotFoundError as error:
         why = "no sweep was started in this folder" if folder.is_dir() else "there is no such folder"
         cause = error
-    except (OSError, ValueError, AssertionError, AttributeError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, AssertionError, AttributeError, OmegaConfBaseException, YAMLError) as error:
         why, cause = f"its {SAVED} cannot be read", error
     expected = f"the folder of a sweep, with its {SAVED}"
     raise ConfigError(KEY, value, why, expected=expected, fix=f"{KEY}=<sweep folder>") from cause
@@ -196,7 +197,7 @@ def goes_on(folder: Path, *, new: dict[str, Any], layout: Layout) -> bool:
         return False
     try:
         resume.check_changes(folder, new=new, layout=layout)
-    except (OSError, ValueError, KeyError, OmegaConfBaseException):
+    except (OSError, ValueError, KeyError, OmegaConfBaseException, YAMLError):
         return False  # another model, no steps left, or files that a crash left unfinished
     return True
 
