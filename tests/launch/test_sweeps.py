@@ -302,6 +302,11 @@ def test_a_sweep_that_runs_again_finds_the_users_own_options(tmp_path: Path, scr
     assert sweeps.rewrite([f"resume_sweep={folder}", "-cd", "/other"])[:3] == ["-cd", "/other", "-m"]
 
 
+def test_an_override_with_an_interpolation_comes_back_as_it_was_typed(tmp_path: Path, script: None):
+    folder = saved(tmp_path / "s", overrides={"task": ["name=run-${seed}"], "hydra": []})
+    assert "name=run-${seed}" in sweeps.rewrite([f"resume_sweep={folder}"])
+
+
 @pytest.mark.parametrize("argv", [["seed=1"], ["-m", "seed=1,2"], ["--help"]])
 def test_without_resume_sweep_the_command_line_stays(argv: list[str]):
     assert sweeps.rewrite(argv) == argv

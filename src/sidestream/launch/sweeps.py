@@ -36,6 +36,14 @@ class Again:
     changed: frozenset[str]
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """What multirun.yaml says about the command line of a sweep, Hydra's own overrides included."""
+
+    overrides: list[str]
+    flags: list[str]
+
+
 again: Again | None = None  # set by `rewrite`, for the launcher
 _held: dict[Path, int] = {}  # sweep folder -> descriptor of its lock, open until this process ends
 
@@ -67,37 +75,38 @@ def rewrite(argv: list[str]) -> list[str]:
     own = [part for part in own if arguments.key_of(part) not in ("hydra.sweep.dir", "hydra.mode")]
     changed = {arguments.key_of(part) for part in own}
     ours = ("hydra.sweep.dir", "hydra.mode", KEY)
-    kept = [
-        part
-        for part in [*saved.overrides.task, *saved.overrides.hydra]
-        if arguments.key_of(part) not in {*changed, *ours}
-    ]
+    kept = [part for part in saved.overrides if arguments.key_of(part) not in {*changed, *ours}]
     again = Again(folder, frozenset(changed))
-    flags = [*([] if arguments.config_flags(argv) else _config_flags(saved)), *flags]
+    flags = [*([] if arguments.config_flags(argv) else saved.flags), *flags]
     multirun = [] if {"-m", "--multirun"} & set(flags) else ["-m"]
     return [*flags, *multirun, *kept, *own, f"hydra.sweep.dir={arguments.quoted(folder)}"]
 
 
-def _saved(folder: Path, value: str) -> Any:
-    """Returns the `hydra` node of the sweep's config."""
+def _saved(folder: Path, value: str) -> _Saved:
     cause: Exception
     try:
-        saved = OmegaConf.load(folder / SAVED).hydra
-        assert OmegaConf.is_list(saved.overrides.task) and OmegaConf.is_list(saved.overrides.hydra)
-        return saved
+        # Unresolved: an override may hold ${...}, which is for the jobs to fill in.
+        content: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
+        hydra = content["hydra"]
+        overrides = [*hydra["overrides"]["task"], *hydra["overrides"]["hydra"]]
+        sources = {source["provider"]: source["path"] for source in hydra["runtime"]["config_sources"]}
+        return _Saved(overrides, _config_flags(hydra["job"]["config_name"], sources))
     except FileNotFoundError as error:
         why = "no sweep was started in this folder" if folder.is_dir() else "there is no such folder"
         cause = error
-    except (OSError, ValueError, AssertionError, AttributeError, OmegaConfBaseException, YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OmegaConfBaseException, YAMLError) as error:
         why, cause = f"its {SAVED} cannot be read", error
     expected = f"the folder of a sweep, with its {SAVED}"
     raise ConfigError(KEY, value, why, expected=expected, fix=f"{KEY}=<sweep folder>") from cause
 
 
-def _config_flags(saved: Any) -> list[str]:
-    """Returns the flags that chose where configs were read from."""
-    flags = ["--config-name", str(saved.job.config_name)]
-    sources = {source.provider: source.path for source in saved.runtime.config_sources}
+def _config_flags(name: str, sources: dict[str, str]) -> list[str]:
+    """Returns the flags that chose where configs were read from.
+
+    Args:
+        sources: Hydra's name of a place -> folder.
+    """
+    flags = ["--config-name", name]
     if "command-line" in sources:
         flags += ["--config-dir", sources["command-line"]]
     above = Path(arguments.script()).parents
