@@ -234,6 +234,21 @@ def test_another_choice_of_jobs_leaves_the_folders_of_the_others(sweep, tmp_path
     assert starts(tmp_path / "s") == dict.fromkeys(["0-seed-1", "1-seed-2", "1-seed-3", "2-seed-4"], "new")
 
 
+def test_a_new_job_never_takes_the_folder_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Folders are named by the first 120 letters of the overrides."""
+    for number in (1, 2):
+        Launch("", [f"seed={number}"], [], {}, LAYOUT).save(prepared(tmp_path / f"{number}-same"))
+    monkeypatch.setattr(sweeps, "again", sweeps.Again(tmp_path, frozenset({"seed"})))
+    jobs = [Job(n, tmp_path / f"{n}-same", [f"seed={seed}"]) for n, seed in ((1, 3), (2, 1), (3, 4))]
+    sweeps.find_earlier(jobs)
+    assert [job.folder.name for job in jobs] == ["1-same-2", "1-same", "3-same"]
+
+
+def prepared(folder: Path) -> Path:
+    (folder / ".hydra").mkdir(parents=True)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("prepare", "more", "why"),
     [

@@ -153,25 +153,31 @@ def find_earlier(jobs: Sequence[Job]) -> None:
     assert again is not None
     seconds = {row.get("folder"): row.get("seconds") for row in read_table(again.folder)}
     there = _earlier(again.folder)
-    taken: set[Path] = set()
+    new: list[Job] = []
     for job in jobs:
         same = [folder for folder, overrides in there.items() if overrides == values(job.overrides)]
         if not same:
+            new.append(job)
             continue
         job.folder = job.folder if job.folder in same else same[0]
-        taken.add(job.folder)
         result = _result(job.folder)
         if result.get("status") == "finished":
             job.result, job.code = result, 0
             with contextlib.suppress(ValueError):
                 job.seconds = float(seconds.get(str(job.folder.relative_to(again.folder))) or 0.0)
-    for job in jobs:
+    taken = {job.folder for job in jobs if job not in new}
+    for job in new:
         rest = _without(values(job.overrides), again.changed)
         twins = [other for other in jobs if _without(values(other.overrides), again.changed) == rest]
-        like = [f for f, found in there.items() if _without(found, again.changed) == rest]
-        if job.folder not in taken and len(twins) == 1 and len(like) == 1 and not taken & set(like):
+        like = [folder for folder, found in there.items() if _without(found, again.changed) == rest]
+        if len(twins) == 1 and len(like) == 1:
             job.folder = like[0]
-            taken.add(job.folder)
+        else:
+            # Names are cut, so that of another job may be the same.
+            others = (job.folder.with_name(f"{job.folder.name}-{n}") for n in itertools.count(2))
+            free = itertools.chain([job.folder], others)
+            job.folder = next(folder for folder in free if folder not in taken and folder not in there)
+        taken.add(job.folder)
 
 
 def values(overrides: list[str]) -> dict[str, str]:
