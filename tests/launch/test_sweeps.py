@@ -242,6 +242,10 @@ def test_a_new_job_never_takes_the_folder_of_another(tmp_path: Path, monkeypatch
     jobs = [Job(n, tmp_path / f"{n}-same", [f"seed={seed}"]) for n, seed in ((1, 3), (2, 1), (3, 4))]
     sweeps.find_earlier(jobs)
     assert [job.folder.name for job in jobs] == ["1-same-2", "1-same", "3-same"]
+    shutil.rmtree(tmp_path / "2-same")
+    jobs = [Job(n, tmp_path / str(n), [f"seed={seed}"]) for n, seed in ((0, 3), (1, 4))]
+    sweeps.find_earlier(jobs)
+    assert [job.folder.name for job in jobs] == ["0", "1"]  # either could be the one that is there
 
 
 def prepared(folder: Path) -> Path:
@@ -437,6 +441,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
 Path("ready" + sys.argv[1]).touch()
 while not got:
     time.sleep(0.01)
+time.sleep(0.5 * int(sys.argv[1]))  # one after the other: a place is free while the other still stops
 sys.exit(128 + got[0])
 """
 
