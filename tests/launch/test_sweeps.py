@@ -428,8 +428,10 @@ import os, sys, time
 from pathlib import Path
 number, here = int(sys.argv[1]), Path(sys.argv[2])
 (here / f"here{number}").touch()
-while not (here / f"here{number ^ 1}").exists():
+limit = time.monotonic() + 30
+while not (here / f"here{number ^ 1}").exists() and time.monotonic() < limit:
     time.sleep(0.01)
+assert time.monotonic() < limit
 cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 (here / f"cores{number}").write_text(repr(cores))
 """
@@ -439,8 +441,10 @@ from pathlib import Path
 got = []
 signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
 Path("ready" + sys.argv[1]).touch()
-while not got:
+limit = time.monotonic() + 30
+while not got and time.monotonic() < limit:
     time.sleep(0.01)
+assert got
 time.sleep(0.5 * int(sys.argv[1]))  # one after the other: a place is free while the other still stops
 sys.exit(128 + got[0])
 """
