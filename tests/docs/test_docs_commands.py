@@ -113,8 +113,8 @@ def check_train(compose: Compose, argv: list[str], *, config: str = "train", **w
     parsed = arguments.get_args_parser().parse_args(argv)
     search = [f"hydra.searchpath=[file://{Path(parsed.config_dir).absolute()}]"] if parsed.config_dir else []
     kept = [
-        part for part in overrides if arguments.key_of(part) != "resume"
-    ]  # needs a run: see the tour below
+        part for part in overrides if arguments.key_of(part) not in ("resume", "resume_sweep")
+    ]  # these need a run: see the tour below
     for job in jobs(kept):
         check(compose(*job, *search, config_name=config), device_count=0, **world)
 

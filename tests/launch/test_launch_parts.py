@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from hydra_plugins.sidestream_launcher.ranks_launcher import Job, _job_return
+from hydra_plugins.sidestream_launcher.ranks_launcher import _job_return
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments, entry, failures, resume, stopping, supervisor, torchrun, worker
@@ -17,6 +17,7 @@ from sidestream.launch.failures import Failure
 from sidestream.launch.processes import Signals
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking.folder import RunFolder
+from sidestream.tracking.sweep import Job
 
 LAYOUT = Layout(2, 2, 2, 1, 4, 1, "cpu")
 

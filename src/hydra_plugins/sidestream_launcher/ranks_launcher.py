@@ -3,14 +3,12 @@
 Process groups, CUDA contexts and loggers of one job would otherwise reach into the next.
 """
 
-import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -20,11 +18,15 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 # Imported by Hydra's plugin scan: nothing here may be slow to import.
+if TYPE_CHECKING:
+    from sidestream.config.errors import ConfigError
+    from sidestream.tracking.sweep import Job
 
 
 @dataclass
 class RanksLauncherConf:
     _target_: str = "hydra_plugins.sidestream_launcher.ranks_launcher.RanksLauncher"
+    max_concurrent: int = 1  # jobs at once, each on its own share of the cores
 
 
 ConfigStore.instance().store(
@@ -41,88 +43,93 @@ _OF_THE_SWEEP = (
     "hydra/sweeper",
     "hydra.sweeper",
 )
-_OF_A_RANK = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-
-
-@dataclass
-class Job:
-    """One job of a sweep and how it ended."""
-
-    number: int
-    folder: Path
-    overrides: list[str]
-    label: str = ""  # the overrides that tell it from the other jobs
-    code: int | None = None  # None: not started
-    seconds: float = 0.0
-    result: dict = field(default_factory=dict)
-
-    @property
-    def val_loss(self) -> float | None:
-        return self.result.get("metrics", {}).get("val_loss")
-
-    @property
-    def state(self) -> str:
-        return {None: "not started", 0: "done", 130: "interrupted", 143: "interrupted"}.get(
-            self.code, "FAILED"
-        )
-
-    def line(self) -> str:
-        """Returns the job's line of the console and of the table."""
-        loss = "" if self.val_loss is None else f"val_loss {self.val_loss:.4f}"
-        return f"#{self.number:<3} {self.state:11} {loss:16} {self.seconds:7.1f} s  {self.label}"
-
-    def reason(self) -> str:
-        """Returns why the job failed, in one line."""
-        log = self.folder / "stdout.log"
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-        errors = [line for line in lines if line.startswith("error: ")]
-        return errors[-1] if errors else f"error: exit code {self.code}; see {_short(log)}"
 
 
 class RanksLauncher(Launcher):
-    """Runs the jobs one after another; one that fails does not stop the others."""
+    """Runs the jobs, `max_concurrent` at once.
+
+    One that fails does not stop the others, one that cannot run is skipped.
+    """
+
+    def __init__(self, max_concurrent: int = 1) -> None:
+        self.max_concurrent = max_concurrent
+        self.jobs: list[Job] = []  # of the whole sweep; a sweeper may launch in batches
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.context = hydra_context
         self.config = config
 
+    @property
+    def folder(self) -> Path:
+        """The sweep's folder."""
+        return Path(self.config.hydra.sweep.dir).absolute()
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Returns one JobReturn per job, its value the validation loss.
+        """Returns one JobReturn per job, its value the validation loss, None for a skipped job.
 
         The first failed one carries SystemExit(1): Hydra raises it after the last job, without a traceback.
+
+        Raises:
+            ConfigError: no job can run, torchrun started this process, another process runs a sweep in this
+                folder, or there are fewer cores than jobs at once.
         """
-        from sidestream.config.errors import ConfigError
-        from sidestream.launch import torchrun
+        from sidestream.launch import pool, sweeps
         from sidestream.launch.processes import Signals
+        from sidestream.tracking import sweep
+
+        self._refuse_world()
+        cores = pool.shares(self.max_concurrent)
+        pairs = [self._job(list(overrides), initial_job_idx + n) for n, overrides in enumerate(job_overrides)]
+        jobs = [job for job, _ in pairs]
+        self.jobs += jobs
+        common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+        for job in jobs:
+            job.label = " ".join(part for part in job.overrides if part not in common)
+        if sweeps.again:
+            sweeps.find_earlier(jobs)
+        print(f"{len(jobs)} jobs in {_short(self.folder)}", flush=True)
+        refusals = [error for job, config in pairs if job.code is None and (error := _refusal(job, config))]
+        sweep.write_table(self.folder, self.jobs)
+        if len(refusals) == len(jobs):
+            raise refusals[0]
+
+        def started(job: "Job") -> None:
+            how = "goes on" if job.from_checkpoint else "starts"
+            print(f"#{job.number:<3} {how:11} {_short(job.folder)}/stdout.log", flush=True)
+
+        def ended(job: "Job") -> None:
+            print(job.line(), flush=True)
+            sweep.write_table(self.folder, self.jobs)
+
+        waiting = [job for job in jobs if job.state == "not started"]
+        for job in jobs:
+            if job not in waiting:  # skipped, or done before
+                print(job.line(), flush=True)
+        with Signals() as signals:
+            pool.run(
+                waiting, command=self._command, cores=cores, signals=signals, started=started, ended=ended
+            )
+        _summarise(jobs)
+        sweep.after_sweep(self.folder, self.jobs)
+        stopped = 128 + signals.received[0] if signals.received else 1
+        return [_job_return(job, config, stopped) for job, config in pairs]
+
+    def _refuse_world(self) -> None:
+        from sidestream.config.errors import ConfigError
+        from sidestream.launch import sweeps, torchrun
 
         if torchrun.active():
             why = "a sweep starts the ranks of each job itself"
             raise ConfigError("-m", "", why, expected="no torchrun", fix="run without torchrun")
-        pairs = [self._job(list(overrides), initial_job_idx + n) for n, overrides in enumerate(job_overrides)]
-        common = set.intersection(*(set(job.overrides) for job, _ in pairs)) if len(pairs) > 1 else set()
-        for job, _ in pairs:
-            job.label = " ".join(part for part in job.overrides if part not in common)
-        print(f"{len(pairs)} jobs in {_short(Path(self.config.hydra.sweep.dir))}", flush=True)
-        with Signals() as signals:
-            for job, _ in pairs:
-                if signals.received:
-                    break
-                print(f"#{job.number:<3} starts      {_short(job.folder)}/stdout.log", flush=True)
-                self._run(job, signals)
-                print(job.line(), flush=True)
-        _summarise([job for job, _ in pairs])
-        stopped = 128 + signals.received[0] if signals.received else 1
-        return [_job_return(job, config, stopped) for job, config in pairs]
+        if not sweeps.hold(self.folder):
+            key, why = "hydra.sweep.dir", "another process runs a sweep in this folder"
+            raise ConfigError(
+                key, self.folder, why, expected="a folder of its own", fix=f"{key}=<new folder>"
+            )
 
-    def _job(self, overrides: list[str], number: int) -> tuple[Job, DictConfig]:
+    def _job(self, overrides: list[str], number: int) -> "tuple[Job, DictConfig]":
+        from sidestream.tracking.sweep import Job
+
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id, config.hydra.job.num = str(number), number
@@ -130,39 +137,14 @@ class RanksLauncher(Launcher):
         folder = (Path(config.hydra.sweep.dir) / str(config.hydra.sweep.subdir)).absolute()
         return Job(number, folder, list(config.hydra.overrides.task)), config
 
-    def _run(self, job: Job, signals: "Signals") -> None:  # type: ignore[name-defined] # noqa: F821
-        from sidestream.launch import processes
+    def _command(self, job: "Job") -> list[str]:
+        """Makes the folder of a job ready and returns the command line that runs it there."""
+        from sidestream.launch import arguments, sweeps
 
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-        environment[processes.PARENT] = str(os.getpid())
-        job.folder.mkdir(parents=True, exist_ok=True)
-        started, forwarded = time.monotonic(), 0
-        with (job.folder / "stdout.log").open("ab") as log:
-            process = subprocess.Popen(
-                self._command(job),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                while process.poll() is None:
-                    for number in signals.received[forwarded:]:
-                        processes.send(process, number)
-                        forwarded += 1
-                    time.sleep(0.05)
-            finally:
-                processes.kill_group(process)
-        job.code, job.seconds = process.returncode, time.monotonic() - started
-        result = job.folder / "result.json"
-        if result.exists():
-            job.result = json.loads(result.read_text(encoding="utf-8"))
-
-    def _command(self, job: Job) -> list[str]:
-        from sidestream.launch import arguments
-
+        if sweeps.again and not job.from_checkpoint:
+            sweeps.set_aside(job.folder)
         hydra = [part for part in self.config.hydra.overrides.hydra if not part.startswith(_OF_THE_SWEEP)]
+        key = "resume" if job.from_checkpoint else "hydra.run.dir"
         return [
             sys.executable,
             arguments.script(),
@@ -170,22 +152,44 @@ class RanksLauncher(Launcher):
             *job.overrides,
             *hydra,
             "hydra.mode=RUN",
-            f"hydra.run.dir={arguments.quoted(job.folder)}",
+            f"{key}={arguments.quoted(job.folder)}",
         ]
 
 
-def _summarise(jobs: list[Job]) -> None:
-    failed = [job for job in jobs if job.state == "FAILED"]
-    print(f"\nfinished jobs: {sum(job.code == 0 for job in jobs)} of {len(jobs)}", flush=True)
+def _refusal(job: "Job", config: DictConfig) -> "ConfigError | None":
+    """Returns why a job cannot run, and notes it; also decides whether it goes on from a checkpoint."""
+    from sidestream.config.compatibility import check
+    from sidestream.config.errors import ConfigError
+    from sidestream.launch import entry, sweeps
+
+    try:
+        cfg = entry.of_the_task(config, folder=job.folder)
+        layout = check(cfg)
+        if sweeps.again:
+            job.from_checkpoint = sweeps.goes_on(job.folder, new=entry.resolve(cfg), layout=layout)
+    except ConfigError as error:
+        job.refused = str(error)
+        return error
+    except Exception:
+        pass  # not for us to judge: the job meets it again and says so in its own log
+    return None
+
+
+def _summarise(jobs: "list[Job]") -> None:
+    skipped = sum(job.state == "skipped" for job in jobs)
+    print(f"\nfinished jobs: {sum(job.code == 0 for job in jobs)} of {len(jobs)}", end="")
+    print(f", skipped: {skipped}" if skipped else "", flush=True)
     print(*(job.line() for job in jobs), sep="\n", flush=True)
-    for job in failed:
-        print(f"error: job #{job.number} ({_short(job.folder)}): {job.reason()[7:]}", file=sys.stderr)
+    for job in jobs:
+        if job.state == "FAILED":
+            print(f"error: job #{job.number} ({_short(job.folder)}): {job.reason}", file=sys.stderr)
 
 
-def _job_return(job: Job, config: DictConfig, code: int) -> JobReturn:
+def _job_return(job: "Job", config: DictConfig, code: int) -> JobReturn:
     returned = JobReturn(overrides=job.overrides, cfg=config, hydra_cfg=config, working_dir=str(job.folder))
-    returned.status = JobStatus.COMPLETED if job.code == 0 else JobStatus.FAILED
-    returned.return_value = job.val_loss if job.code == 0 else SystemExit(code)
+    fine = job.state in ("done", "skipped")
+    returned.status = JobStatus.COMPLETED if fine else JobStatus.FAILED
+    returned.return_value = job.val_loss if fine else SystemExit(code)
     return returned
 
 

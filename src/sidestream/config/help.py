@@ -32,6 +32,7 @@ HEADER = """Trains a mixture-of-experts language model with expert parallelism.
   python train.py model=small router.top_k=1        another option of a group, another value of a key
   python train.py -m fusion=loop,grouped seed=1,2   every combination, each as a job of its own
   python train.py resume=logs/train/runs/...        goes on from the last checkpoint of a run
+  python train.py resume_sweep=logs/...             runs what a sweep has not finished, in its folder
   python train.py -cd my_conf dispatcher=mine       your own options (see trusted_targets)
 
 Groups (group=option):"""

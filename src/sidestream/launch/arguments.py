@@ -45,6 +45,12 @@ def quoted(value: object) -> str:
     return "'" + str(value).replace("'", "\\'") + "'"
 
 
+def without_null(argv: list[str]) -> list[str]:
+    """Hydra takes no null for a group; for these it has a plain meaning."""
+    nothing = ("experiment=null", "arm=null")
+    return ["logger=none" if part == "logger=null" else part for part in argv if part not in nothing]
+
+
 def script() -> str:
     """Returns the absolute path of the script that was started."""
     return str(Path(sys.argv[0]).absolute())

@@ -19,7 +19,7 @@ from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.help import help_text
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
-from sidestream.launch import arguments, failures, resume, torchrun
+from sidestream.launch import arguments, failures, resume, sweeps, torchrun
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.launch.stopping import SECONDS_TO_STOP
@@ -27,7 +27,7 @@ from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
 from sidestream.tracking.folder import write_text_atomic
 
-_typed: list[str] = []  # the arguments before `resume=` was expanded
+_typed: list[str] = []  # the arguments before `resume=` or `resume_sweep=` was expanded
 
 
 def run(main: Callable[[], None]) -> NoReturn:
@@ -40,7 +40,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         sys.exit(torchrun.follow())
     _typed[:] = sys.argv[1:]
     try:
-        sys.argv[1:] = resume.rewrite(_without_null(_typed))
+        sys.argv[1:] = resume.rewrite(sweeps.rewrite(arguments.without_null(_typed)))
         main()
     except Exception as error:
         if not is_of_user(error):
@@ -56,12 +56,6 @@ def register() -> None:
     schema.register()
     OmegaConf.register_new_resolver("help_text", help_text, replace=True)
     OmegaConf.register_new_resolver("job_label", arguments.job_label, replace=True)
-
-
-def _without_null(argv: list[str]) -> list[str]:
-    """Hydra takes no null for a group; for these it has a plain meaning."""
-    nothing = ("experiment=null", "arm=null")
-    return ["logger=none" if part == "logger=null" else part for part in argv if part not in nothing]
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -87,12 +81,7 @@ class BeforeRun(Callback):
 
     def _check(self, config: DictConfig) -> None:
         folder = Path(config.hydra.run.dir).absolute()
-        with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
-            config.hydra.runtime.output_dir = str(folder)
-        HydraConfig.instance().set_config(config)  # for ${hydra:...} in a user's option
-        cfg = config.copy()
-        with read_write(cfg), open_dict(cfg):
-            del cfg["hydra"]
+        cfg = of_the_task(config, folder=folder)
         layout = check(cfg, **torchrun.world())
         if cfg.resume is None:
             _claim(folder)
@@ -100,8 +89,19 @@ class BeforeRun(Callback):
             why = "only the command line can resume a run"
             raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
         else:
-            lines = resume.check_changes(folder, new=_resolve(cfg), layout=layout)
+            lines = resume.check_changes(folder, new=resolve(cfg), layout=layout)
             print(*lines, sep="\n" if lines else "", end="\n" if lines else "", flush=True)
+
+
+def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:
+    """Returns a composed config without its `hydra` part, as it is when it runs in `folder`."""
+    with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+        config.hydra.runtime.output_dir = str(folder)
+    HydraConfig.instance().set_config(config)  # for ${hydra:...} in a user's option
+    cfg = config.copy()
+    with read_write(cfg), open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
 
 
 def _claim(folder: Path) -> None:
@@ -127,7 +127,7 @@ def start(cfg: DictConfig) -> None:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     layout = check(cfg, **torchrun.world())
-    resolved = OmegaConf.create(_resolve(cfg))
+    resolved = OmegaConf.create(resolve(cfg))
     if cfg.resume is not None:
         resume.keep_previous(folder)
     write_text_atomic(folder / RESOLVED, OmegaConf.to_yaml(resolved))
@@ -164,8 +164,8 @@ def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     return code
 
 
-def _resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Returns the config with every interpolation evaluated and `~` expanded: the only time this happens."""
+def resolve(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the config with every interpolation evaluated and `~` expanded: the only time this happens to a run."""
     resolved = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(resolved, dict)
     for group in ("paths", "data"):
@@ -177,4 +177,4 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
     return resolved  # type: ignore[return-value]
 
 
-__all__ = ["BeforeRun", "register", "run", "run_here", "start"]
+__all__ = ["BeforeRun", "of_the_task", "register", "resolve", "run", "run_here", "start"]

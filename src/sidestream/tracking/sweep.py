@@ -1,0 +1,160 @@
+"""A sweep's jobs and what is left of them in its folder: `sweep.csv`, one row per job."""
+
+import csv
+import io
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sidestream.launch import arguments
+from sidestream.tracking.folder import write_text_atomic
+
+TABLE = "sweep.csv"
+OF_A_JOB = ("number", "state", "reason", "seconds", "folder")  # the first columns; those of the keys follow
+OF_METRICS = ("val_loss", "train_loss", "tokens", "tokens_per_second", "step_ms", "peak_memory_bytes")
+OF_RESULT = ("transport", "link", "world_size", "seed")
+
+_STOPPED = {
+    code: request for request in (signal.SIGINT, signal.SIGTERM) for code in (128 + request, -request)
+}
+
+
+@dataclass
+class Job:
+    """One job of a sweep and how it ended.
+
+    Attributes:
+        folder: Absolute.
+        overrides: All of them, as typed on the job's command line; without `hydra.` ones.
+        label: The overrides that tell it from the other jobs.
+        code: Exit code; None before it has ended.
+        seconds: Of its last start.
+        result: The content of result.json, {} without one.
+        refused: Why its config cannot run, one line; empty if it can.
+        from_checkpoint: It goes on from the checkpoint in its folder.
+        log_start: Bytes that earlier starts left in its stdout.log.
+    """
+
+    number: int
+    folder: Path
+    overrides: list[str]
+    label: str = ""
+    code: int | None = None
+    seconds: float = 0.0
+    result: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    running: bool = False
+    from_checkpoint: bool = False
+    log_start: int = 0
+
+    @property
+    def val_loss(self) -> float | None:
+        return self.result.get("metrics", {}).get("val_loss")
+
+    @property
+    def state(self) -> str:
+        """`done`, `skipped`, `FAILED`, `interrupted`, `running` or `not started`."""
+        if self.refused:
+            return "skipped"
+        if self.code is None:
+            return "running" if self.running else "not started"
+        if self.code == 0:
+            return "done"
+        return "interrupted" if self.code in _STOPPED else "FAILED"
+
+    @property
+    def reason(self) -> str:
+        """Why it was skipped, failed or stopped, in one line; empty otherwise."""
+        if self.state == "skipped":
+            return self.refused
+        if self.state == "interrupted":
+            assert self.code is not None
+            return f"stopped by {_STOPPED[self.code].name}"
+        if self.state != "FAILED":
+            return ""
+        log = self.folder / "stdout.log"
+        text = log.read_bytes()[self.log_start :].decode(errors="replace") if log.exists() else ""
+        errors = [line for line in text.split("\n") if line.startswith("error: ")]
+        found = errors[-1].removeprefix("error: ") if errors else ""
+        return found or f"exit code {self.code}; see {os.path.relpath(log)}"
+
+    def line(self) -> str:
+        """Returns the job's line of the console and of the table printed at the end."""
+        start = f"#{self.number:<3} {self.state:11}"
+        if self.refused:
+            return f"{start} {self.label}: {self.refused}"
+        loss = "" if self.val_loss is None else f"val_loss {self.val_loss:.4f}"
+        return f"{start} {loss:16} {self.seconds:7.1f} s  {self.label}"
+
+
+def differing(jobs: Sequence[Job]) -> list[str]:
+    """Returns the keys that not all jobs set to the same value, in the order of the command line."""
+    values: dict[str, list[str]] = {}
+    for job in jobs:
+        for part in job.overrides:
+            values.setdefault(arguments.key_of(part), []).append(arguments.value_of(part))
+    return [key for key, found in values.items() if len(found) != len(jobs) or len(set(found)) > 1]
+
+
+def rows(folder: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Returns the table: per job, column -> value, None where there is none. All rows have the same columns.
+
+    A column of result.json that has the name of a key (`seed`, `link`) is left out: the key's column says it.
+    """
+    keys = differing(jobs)
+    table = []
+    for job in jobs:
+        metrics = job.result.get("metrics", {})
+        own = {arguments.key_of(part): arguments.value_of(part) for part in job.overrides}
+        columns: dict[str, Any] = {
+            "number": job.number,
+            "state": job.state,
+            "reason": job.reason,
+            "seconds": round(job.seconds, 1) or None,
+            "folder": os.path.relpath(job.folder, folder),
+            **{key: own.get(key) for key in keys},
+        }
+        for name in OF_METRICS:
+            columns.setdefault(name, metrics.get(name))
+        for name in OF_RESULT:
+            columns.setdefault(name, job.result.get(name))
+        table.append(columns)
+    return table
+
+
+def write_table(folder: Path, jobs: Sequence[Job]) -> None:
+    """Writes `sweep.csv` so that readers see the old table or the new one.
+
+    Args:
+        folder: The sweep's; it is made if it does not exist.
+        jobs: All of the sweep, at least one, in the order of their numbers.
+    """
+    table = rows(folder, jobs)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(folder / TABLE, text.getvalue())
+
+
+def read_table(folder: Path) -> list[dict[str, str]]:
+    """Returns the rows of `sweep.csv` as text, [] if there is none."""
+    path = folder / TABLE
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def after_sweep(folder: Path, jobs: Sequence[Job]) -> None:
+    """Called once after the last job of a sweep, also of one that was stopped or in which jobs failed.
+
+    Args:
+        folder: The sweep's.
+        jobs: All of the sweep, those included that were skipped or never started.
+    """
+    write_table(folder, jobs)
