@@ -103,7 +103,9 @@ def compare(
     if uneven is not None and SEEDS not in differ:
         refused.append(uneven)
     if refused:
-        raise CompareError(*(difference.line() for difference in fairness.coarse(refused)), *map(_left_out, left_out))
+        raise CompareError(
+            *(difference.line() for difference in fairness.coarse(refused)), *map(_left_out, left_out)
+        )
     if len(groups) < 2:
         raise CompareError(
             f"studied={','.join(studied)}: the {len(compared)} finished runs do not differ in any of it; expected at "
@@ -181,7 +183,7 @@ def _find(arms: Sequence[Arm], baseline: str | None) -> Arm:
     if len(fitting) != 1:
         there = "; ".join(arm.name for arm in arms)
         raise CompareError(
-            f"baseline={baseline}: {len(fitting)} arms have these choices; expected choices of exactly one of: {there}; "
+            f"baseline={baseline}: {len(fitting)} arms have these choices; expected those of one arm: {there}; "
             f"pass --baseline '{(fitting or list(arms))[0].name}'"
         )
     return fitting[0]
@@ -197,10 +199,18 @@ def _illustrate(
         fitting = [arm for arm in arms if not _apart(arm.runs[0], run, studied)]
         free = [arm for arm in fitting if arm.name not in taken]
         if run.picture is None or not free:
-            why = "has no picture" if run.picture is None else "illustrates no arm" if not fitting else "is a second"
+            why = (
+                "has no picture"
+                if run.picture is None
+                else "illustrates no arm"
+                if not fitting
+                else "is a second"
+            )
             left_out.append(LeftOut(name=run.name, reason=f"a measurement of overlap that {why}"))
         for arm in free[:1] if run.picture is not None else []:
-            names = [d.key for d in fairness.differences([arm.runs[0], run]) if d.key not in ("cpu", "tokens")]
+            names = [
+                d.key for d in fairness.differences([arm.runs[0], run]) if d.key not in ("cpu", "tokens")
+            ]
             names = [key for key in names if not key.startswith(("measure", "scheduler", "optimizer"))]
             caveat = ", ".join(f"{key}={value_of(run, key)}" for key in names if value_of(run, key) != "null")
             taken[arm.name] = (run, caveat)
@@ -231,5 +241,7 @@ def _notes(
     if missing := fairness.unchecked(runs):
         notes.append(f"Not recorded in any run, so not checked: {', '.join(missing)}.")
     if any(str(run.result.get("commit") or "").endswith("-dirty") for run in runs):
-        notes.append("The code had uncommitted changes: runs of one -dirty commit may have run different code.")
+        notes.append(
+            "The code had uncommitted changes: runs of one -dirty commit may have run different code."
+        )
     return notes

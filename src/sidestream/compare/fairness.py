@@ -25,14 +25,38 @@ _PLACES = (
 _SAID_BY_FACTS = ("trainer.accelerator", "trainer.devices", "strategy.expert_parallel_size")
 IGNORED = (*_PLACES, *_SAID_BY_FACTS, "seed")
 
+
+def _fact(key: str) -> Callable[[Run], Any]:
+    return lambda run: run.result.get(key)
+
+
+def _config_value(key: str) -> Callable[[Run], Any]:
+    return lambda run: run.config.get(key, _ABSENT)
+
+
+def _choice(group: str) -> Callable[[Run], Any]:
+    return lambda run: run.choices.get(group)
+
+
+class _Absent:
+    """The value of a key that a config lacks; not null, which a config may say."""
+
+
+_ABSENT = _Absent()
+_OF_RESULT = (
+    *(
+        "device",
+        "world_size",
+        "expert_parallel_size",
+        "transport",
+        "link",
+        "precision",
+        "data_checksum",
+        "commit",
+    ),
+)
 FACTS: Mapping[str, Callable[[Run], Any]] = {
-    **{
-        key: (lambda run, key=key: run.result.get(key))
-        for key in (
-            *("device", "world_size", "expert_parallel_size", "transport", "link", "precision"),
-            *("data_checksum", "commit"),
-        )
-    },
+    **{key: _fact(key) for key in _OF_RESULT},
     "cpu": lambda run: run.env.get("cpu"),
     "gpu": lambda run: run.env.get("gpu"),
     "torch": lambda run: (run.result.get("versions") or {}).get("torch"),
@@ -106,17 +130,17 @@ def check_names(runs: Sequence[Run], studied: Sequence[str], differ: Sequence[st
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """Every key and fact in which runs differ, whatever is studied; seeds are not among them.
 
-    Where another option of a group was chosen, that is the difference, and keys that only one option has are part of it.
+    Where another option of a group was chosen, that is the difference; keys that only one option has are part of it.
     """
     found: list[Difference] = []
     keys = sorted({key for run in runs for key in run.config if not any(covers(i, key) for i in IGNORED)})
     groups: set[str] = set()
     for key in keys:
-        values = _values(runs, lambda run, key=key: run.config.get(key, _ABSENT))
+        values = _values(runs, _config_value(key))
         if not values:
             continue
         group = key.partition(".")[0]
-        options = _values(runs, lambda run, group=group: run.choices.get(group))
+        options = _values(runs, _choice(group))
         if options and group not in groups:
             groups.add(group)
             found.append(Difference(key=group, values=options))
@@ -146,13 +170,6 @@ def _follows(runs: Sequence[Run], key: str, group: str) -> bool:
         )
     known = set().union(*per_option.values()) - {"absent"}
     return all(len(values) == 1 for values in per_option.values()) and len(known) <= 1
-
-
-class _Absent:
-    """The value of a key that a config lacks; not null, which a config may say."""
-
-
-_ABSENT = _Absent()
 
 
 def _values(runs: Iterable[Run], read: Callable[[Run], Any]) -> tuple[tuple[str, str], ...]:

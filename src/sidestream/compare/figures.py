@@ -65,9 +65,7 @@ def steady(run: Run, metric: str) -> list[float]:
     """The records of a metric that hold no step of the warm-up: allocations and kernel look-ups are not speed."""
     every = run.config.get("trainer.log_every_n_steps") or 1
     return [
-        r[metric]
-        for r in run.metrics
-        if r.get(metric) is not None and r[names.STEP] - every >= WARMUP_STEPS
+        r[metric] for r in run.metrics if r.get(metric) is not None and r[names.STEP] - every >= WARMUP_STEPS
     ]
 
 
@@ -94,6 +92,7 @@ def _figures(comparison: Comparison, arm: Arm, equal: Mapping[str, int | None]) 
         flat.setdefault(key, arm.values.get(key))
     for key in ("transport", "link", "device", "world_size", "expert_parallel_size", "precision", "commit"):
         flat[key] = first.result.get(key)
+    flat["link_gbps"] = first.config.get("link.gbps")
     flat["changes_model"] = arm.changes_model
     flat["seeds"] = " ".join(str(run.seed) for run in arm.runs)
     flat["tokens"] = first.part("metrics").get("tokens")

@@ -70,28 +70,25 @@ def _plain(key: str, *, digits: int = 0, scale: float = 1.0) -> Callable[[Figure
     return cell
 
 
-def _text(key: str) -> Callable[[Figures], Cell]:
-    def cell(of: Figures) -> Cell:
-        value = of.flat[key]
-        return Cell(UNKNOWN if value is None else str(value), None if value is None else str(value))
-
-    return cell
-
-
 def _arm(of: Figures) -> Cell:
     mark = " †" if of.arm.changes_model else ""
     return Cell(of.arm.name + mark, of.arm.name, "baseline" if of.flat["baseline"] else "")
 
 
-def _world(of: Figures) -> Cell:
-    world, size = of.flat["world_size"], of.flat["expert_parallel_size"]
-    return Cell(UNKNOWN if world is None else str(world), world, "" if size is None else f"EP {size}")
+def _ran_on(of: Figures) -> Cell:
+    flat = of.flat
+    link = flat["link"] if flat["link_gbps"] is None else f"{flat['link']} {flat['link_gbps']:g} Gbit/s"
+    moved = ", ".join(str(part) for part in (flat["transport"], link) if part is not None)
+    ranks = f"{flat['world_size']} \u00d7 {flat['device']}" if flat["world_size"] is not None else ""
+    size = f"EP {flat['expert_parallel_size']}" if flat["expert_parallel_size"] is not None else ""
+    text = moved or UNKNOWN
+    return Cell(text, f"{moved} {ranks} {size}", ", ".join(part for part in (ranks, size) if part))
 
 
 def _speed(of: Figures) -> Cell:
     ratio = of.flat["tokens_per_second_ratio"]
     value = of.flat["tokens_per_second"]
-    return Cell(number(value), value, "" if ratio is None else f"× {ratio:.2f}")
+    return Cell(number(value), value, "" if ratio is None else f"\u00d7 {ratio:.2f}")
 
 
 def _step(of: Figures) -> Cell:
@@ -115,13 +112,15 @@ def _e_hide(of: Figures) -> Cell:
     return Cell(
         number(of.flat["e_hide"], 2),
         of.flat["e_hide"],
-        "" if bound is None else f"at most {number(bound, 2)}",
+        "" if bound is None else f"of {number(bound, 2)}",
     )
 
 
 def _loss(of: Figures) -> Cell:
     spread = of.flat["val_loss_sd"]
-    return Cell(number(of.flat["val_loss"], 4), of.flat["val_loss"], "" if spread is None else f"({spread:.4f})")
+    return Cell(
+        number(of.flat["val_loss"], 4), of.flat["val_loss"], "" if spread is None else f"({spread:.4f})"
+    )
 
 
 def _difference(loss: str) -> Callable[[Figures], Cell]:
@@ -129,6 +128,8 @@ def _difference(loss: str) -> Callable[[Figures], Cell]:
         found = of.differences[loss]
         if found is None:
             return Cell(UNKNOWN)
+        if found.mean == found.low == found.high == 0.0:
+            return Cell("0", 0.0, "identical")
         if found.low is None:
             return Cell(number(found.mean, 4, sign=True), found.mean, "no interval: 1 seed")
         bounds = f"{number(found.low, 4, sign=True)} to {number(found.high, 4, sign=True)}"
@@ -139,14 +140,18 @@ def _difference(loss: str) -> Callable[[Figures], Cell]:
 
 COLUMNS = (
     Column("arm", "choices", "What the arms differ in.", _arm, False),
-    Column("transport", "transport", "What moved the rows.", _text("transport"), False),
-    Column("link", "link", "The wire: the machine's own, or emulated.", _text("link"), False),
-    Column("device", "device", "Kind of device.", _text("device"), False),
-    Column("world", "ranks", "Ranks, and how many share a copy of the experts (EP).", _world),
+    Column(
+        "ran_on",
+        "transport, link; ranks",
+        "What moved the rows, over the machine's own wire or an emulated one; ranks, device, and how many ranks share "
+        "a copy of the experts (EP).",
+        _ran_on,
+        False,
+    ),
     Column(
         "tokens_per_second",
         "tokens/s",
-        "Median, over all ranks; × is the median of the ratios to the baseline.",
+        "Median, over all ranks; \u00d7 is the median of the ratios to the baseline.",
         _speed,
     ),
     Column("step_ms", "step, ms", "Median, and first to third quartile.", _step),
@@ -156,7 +161,12 @@ COLUMNS = (
         "What exchanges still add to the compute of one MoE unit, and its share of the unit.",
         _exposed,
     ),
-    Column("e_hide", "E_hide", "Of the time that could be hidden, the share that was.", _e_hide),
+    Column(
+        "e_hide",
+        "E_hide",
+        "Of the time that could be hidden, the share that was; of: the most it can be.",
+        _e_hide,
+    ),
     Column(
         "bytes_on_wire",
         "sent, MB",
@@ -165,7 +175,12 @@ COLUMNS = (
     ),
     Column("dropped", "drops", "Routes lost because a budget was full, all seeds.", _plain("dropped")),
     Column("replays", "replays", "Steps repeated because a budget was full, all seeds.", _plain("replays")),
-    Column("mfu", "MFU, %", "Model FLOPs per second over the peak of all devices.", _plain("mfu", digits=1, scale=100)),
+    Column(
+        "mfu",
+        "MFU, %",
+        "Model FLOPs per second over the peak of all devices.",
+        _plain("mfu", digits=1, scale=100),
+    ),
     Column(
         "peak_memory",
         "peak, MiB",
@@ -185,12 +200,13 @@ COLUMNS = (
         "As Δ val. loss, for the training batch of the last common record.",
         _difference("train_loss"),
     ),
-)  # fmt: skip
+)
 
 
 def columns(all_figures: Sequence[Figures]) -> tuple[list[Column], list[str]]:
     """The columns with at least one value, and the heads of the others."""
-    kept, empty = [], []
+    kept: list[Column] = []
+    empty: list[Column] = []
     for column in COLUMNS:
         known = any(column.cell(of).value is not None for of in all_figures)
         (kept if known else empty).append(column)
@@ -227,7 +243,7 @@ def _commit(commit: str | None) -> str | None:
 def all_remarks(comparison: Comparison, all_figures: Sequence[Figures]) -> list[str]:
     """The notes below the table."""
     _, empty = columns(all_figures)
-    absent = [f"Recorded in no run, so not shown: {', '.join(empty)}."] if empty else []
+    absent = [f"Recorded in no run, so not shown: {'; '.join(empty)}."] if empty else []
     return [*remarks(comparison, all_figures), *absent]
 
 
