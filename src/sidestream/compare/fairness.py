@@ -117,7 +117,7 @@ def check_names(runs: Sequence[Run], studied: Sequence[str], differ: Sequence[st
     Raises:
         CompareError: a name of `studied` or `differ` is no group, key or fact of any run.
     """
-    keys = {key for run in runs for key in (*run.config, *run.choices)} | FACTS.keys() | {SEEDS}
+    keys = {key for run in runs for key in (*run.config, *run.choices)} | FACTS.keys() | {SEEDS, *STUDIED}
     for flag, names in (("studied", studied), ("differ", differ)):
         for name in names:
             if not any(covers(name, key) for key in keys):

@@ -63,18 +63,12 @@ def read(project: str, group: str, *, api: Any = None) -> tuple[list[Run], list[
         api = wandb.Api()
     runs: list[Run] = []
     left_out: list[LeftOut] = []
-    try:
-        for run in api.runs(project, filters={"group": group}, order="+created_at"):
-            name = f"{run.name} ({run.id})"
-            if run.state != "finished":
-                left_out.append(LeftOut(name=name, reason=f"status {run.state} in wandb"))
-            else:
-                runs.append(_run(name, run))
-    except (ValueError, OSError) as error:  # wandb's own errors of the API are ValueErrors or OSErrors
-        raise CompareError(
-            f"wandb={project}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected "
-            f"entity/project that your key can read; pass --wandb ENTITY/PROJECT"
-        ) from None
+    for run, rows in _fetch(api, project, group):
+        name = f"{run.name} ({run.id})"
+        if run.state != "finished":
+            left_out.append(LeftOut(name=name, reason=f"status {run.state} in wandb"))
+        else:
+            runs.append(_run(name, run.config, rows))
     if not runs and not left_out:
         raise CompareError(
             f"group={group}: no run of {project} is in it; expected the name of a sweep folder; pass --group GROUP"
@@ -82,10 +76,24 @@ def read(project: str, group: str, *, api: Any = None) -> tuple[list[Run], list[
     return runs, left_out
 
 
-def _run(name: str, run: Any) -> Run:
-    config: Mapping[str, Any] = {key: value for key, value in run.config.items() if not key.startswith("_")}
+def _fetch(api: Any, project: str, group: str) -> list[tuple[Any, list[dict[str, Any]]]]:
+    """Every run of the group with its history; all that asks the server."""
+    try:
+        return [
+            (run, [dict(row) for row in run.scan_history()] if run.state == "finished" else [])
+            for run in api.runs(project, filters={"group": group}, order="+created_at")
+        ]
+    except Exception as error:  # wandb's, its HTTP library's, and ValueError for a project that is not there
+        told = (str(error) or type(error).__name__).splitlines()[0]
+        raise CompareError(
+            f"wandb={project}: {told}; expected entity/project that your key can read; pass --wandb ENTITY/PROJECT"
+        ) from None
+
+
+def _run(name: str, sent: Mapping[str, Any], rows: list[dict[str, Any]]) -> Run:
+    config: Mapping[str, Any] = {key: value for key, value in sent.items() if not key.startswith("_")}
     identity = {key: config.get(key) for key in _IDENTITY}
-    records = sorted(_records(run), key=lambda record: record[names.STEP])
+    records = sorted(_records(rows), key=lambda record: record[names.STEP])
     choices = identity["choices"] or {}
     torch, gpu = identity["torch"], identity["gpu"]
     result: dict[str, Any] = {
@@ -113,9 +121,8 @@ def _run(name: str, run: Any) -> Run:
     )
 
 
-def _records(run: Any) -> list[dict[str, Any]]:
+def _records(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The history as records of metrics.jsonl; rows without tokens, such as pictures, are not among them."""
-    rows = [dict(row) for row in run.scan_history()]
     return [
         {**row, names.STEP: row.get("trainer/global_step", row.get("_step", 0))}
         for row in rows
