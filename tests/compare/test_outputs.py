@@ -52,7 +52,7 @@ def test_a_sweep_gets_its_four_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = (tmp_path / "compare.md").read_text()
     assert text.startswith("# Comparison of overlap\n")
     assert (
-        "| overlap=none (baseline) | torch, native (2 \u00d7 cpu, EP 2) | 10,000 | 10.0 (9.50 to 10.5) | 2.00 (25 %) |"
+        "| overlap=none (baseline) | torch (native, 2 \u00d7 cpu, EP 2) | 10,000 | 10.0 (9.50 to 10.5) | 2.00 (25 %) |"
         in text
     )
     assert "| overlap=shortcut † |" in text and "| \u22120.0700 (\u22120.0948 to \u22120.0452) |" in text
@@ -167,7 +167,7 @@ def test_runs_without_losses_loads_and_times_have_a_page_too(tmp_path: Path):
         (tmp_path / str(number) / "metrics.jsonl").unlink()
     assert compare.main([str(tmp_path)]) == 0
     text = (tmp_path / "compare.md").read_text()
-    assert "| choices | transport, link; ranks | exposed, ms | E_hide |" in text
+    assert "| choices | transport, link, ranks | exposed, ms | E_hide |" in text
     page = (tmp_path / "compare.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2 and "Loss over tokens" not in page
 

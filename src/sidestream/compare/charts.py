@@ -74,7 +74,7 @@ def loss_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width:
     clip = f"clip-{width}"
     parts = [
         f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="Loss over training tokens">',
-        f'<clipPath id="{clip}"><rect x="{left}" y="{top}" width="{width - left - right}" '
+        f'<clipPath id="{clip}"><rect x="{left}" y="{top}" width="{width - left - right + 4}" '
         f'height="{height - top - bottom}"/></clipPath>',
     ]
     loss_ticks = ticks(low, high, 5)
@@ -105,7 +105,8 @@ def loss_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width:
             band = [*zip(val.tokens, val.high), *reversed([*zip(val.tokens, val.low)])]
             around = " ".join(f"{x(tokens):.1f},{y(loss):.1f}" for tokens, loss in band)
             parts.append(f'<polygon class="band {kind}" points="{around}"/>')
-    for of, val, _ in curves:
+    # The baseline, dashed, over the others: an arm with the same loss stays visible below it.
+    for of, val, _ in sorted(curves, key=lambda drawn: drawn[0].arm is comparison.baseline):
         kind = color_class(comparison, of.arm)
         parts.append(f'<polyline class="line {kind}" points="{_points(val, val.mean, x, y)}"/>')
         for tokens, loss in zip(val.tokens, val.mean):

@@ -134,6 +134,8 @@ def _times(arm: Arm, baseline: Arm) -> dict[str, float | None]:
     return {
         "tokens_per_second": median(list(speed.values())),
         "tokens_per_second_ratio": None if arm is baseline else median(ratios),
+        "tokens_per_second_ratio_min": None if arm is baseline else min(ratios, default=None),
+        "tokens_per_second_ratio_max": None if arm is baseline else max(ratios, default=None),
         "step_ms": median([_step_ms(run) for run in arm.runs]),
         "step_ms_q1": median([q[0] for q in steps if q]),
         "step_ms_q3": median([q[2] for q in steps if q]),
@@ -205,12 +207,18 @@ def remarks(comparison: Comparison, all_figures: Sequence[Figures]) -> list[str]
         lines.append("Few seeds: these intervals lean on the assumption that the differences are normal.")
     if all_figures[0].flat["tokens_per_second"] is not None:
         lines.append(
-            f"Timings are medians after {WARMUP_STEPS} steps of warm-up, quartiles over the records of a run. They are "
+            f"Timings are medians after {WARMUP_STEPS} steps of warm-up, quartiles over the records; \u00d7 is "
+            f"the median over seeds of the ratio to the baseline, with smallest and largest. They are "
             f"timings from separate runs, and other programs change them; for a fair timing use "
             f"scripts/measure_overlap.py or scripts/bench_dispatch.py, whose ratios are within one run."
         )
     if any(run.result.get("changes_model") for run in runs):
         lines.append("† computes another function than the plain model: its loss compares two models.")
+    hidden = [value for f in all_figures if (value := f.flat["e_hide"]) is not None]
+    if hidden and (min(hidden) < 0 or max(hidden) > 1.05):
+        lines.append(
+            "E_hide below 0 means slower than the serial run, above 1 measured wrongly; runs measure it in few rounds."
+        )
     if any(str(run.part("metrics").get("peak_source") or "").startswith("measured") for run in runs):
         lines.append("The peak behind MFU was measured anew by each run: compare MFU with care.")
     if any(f.flat["link"] not in (None, "native") for f in all_figures):

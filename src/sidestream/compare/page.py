@@ -94,16 +94,24 @@ def _row(comparison: Comparison, of: Figures, kept: Sequence[Column]) -> str:
     for column in kept:
         cell = column.cell(of)
         value = escape("" if cell.value is None else str(cell.value))
-        detail = f"<small>{escape(cell.detail)}</small>" if cell.detail else ""
+        detail = f"<small>{escape(_glued(cell.detail))}</small>" if cell.detail else ""
         if column is kept[0]:
-            choices = "".join(_choice(part) for part in of.arm.name.split())
-            choices += '<span class="choice">†</span>' if of.arm.changes_model else ""
+            choices = "".join(_choice(part) for part in cell.text.replace(" †", "\u00a0†").split(" "))
             kind = charts.color_class(comparison, of.arm)
             parts.append(f'<th scope="row" class="{kind}" data-value="{value}">{choices}{detail}</th>')
         else:
             parts.append(f'<td{_number(column)} data-value="{value}">{escape(cell.text)}{detail}</td>')
     baseline = ' class="baseline"' if of.flat["baseline"] else ""
     return f"<tr{baseline}>{''.join(parts)}</tr>"
+
+
+def _glued(detail: str) -> str:
+    """Breaks only where a line may end in a narrow column: not inside a number with its unit, nor behind `to`."""
+    return (
+        detail.replace(" to ", " to\u00a0")
+        .replace(" Gbit", "\u00a0Gbit")
+        .replace(" \u00d7 ", "\u00a0\u00d7\u00a0")
+    )
 
 
 def _choice(part: str) -> str:

@@ -28,6 +28,7 @@ h1 .also { color: #b42318; font-weight: 600; }
 @media (prefers-color-scheme: dark) { h1 .also { color: #ff9a8f; } }
 h2 { font-size: 17px; margin: 0 0 4px; }
 h2 + p { margin: 0 0 14px; }
+section > p.lead:first-child { margin: 0 0 6px; }
 p.lead { color: var(--soft); font-size: 13.5px; }
 dl { display: flex; flex-wrap: wrap; gap: 6px 26px; margin: 0 0 22px; font-size: 13.5px; }
 dl div { display: flex; gap: 7px; min-width: 0; }
@@ -44,7 +45,7 @@ th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
 thead th { border-bottom: 2px solid var(--rule); padding: 0; vertical-align: bottom; }
 thead button {
   all: unset; box-sizing: border-box; width: 100%; padding: 6px; cursor: pointer; color: var(--soft);
-  font-weight: 600; font-size: 12.5px; line-height: 1.25;
+  font-weight: 600; font-size: 12.5px; line-height: 1.25; white-space: normal;
 }
 thead button:hover { color: var(--ink); }
 thead button:focus-visible { outline: 2px solid var(--hot); outline-offset: -2px; border-radius: 4px; }
@@ -54,10 +55,12 @@ th[aria-sort=descending] button::after { content: " \\2193"; }
 th[aria-sort=ascending] button, th[aria-sort=descending] button { color: var(--ink); }
 tbody tr + tr > td { border-top: 1px solid var(--rule); }
 tbody tr + tr > th { box-shadow: inset 0 1px var(--rule); }
-tbody tr.baseline > * { background: var(--mark); }
+tbody tr.baseline > td, tbody tr.baseline > th { background: var(--mark); }
 tbody th { font-weight: 600; border-left: 4px solid; }
 tbody th .choice { display: block; color: var(--ink); }
 tbody th .choice span { color: var(--soft); font-weight: 400; }
+td small { white-space: normal; min-width: 62px; }
+td:not(.number) small { min-width: 110px; }
 small { display: block; color: var(--soft); font-size: 11.5px; font-weight: 400; }
 .notes { margin: 16px 0 0; padding-left: 18px; color: var(--soft); font-size: 13px; }
 .notes li { margin: 3px 0; }
@@ -68,12 +71,15 @@ small { display: block; color: var(--soft); font-size: 11.5px; font-weight: 400;
   vertical-align: middle;  background: currentColor;
 }
 .key li span { color: var(--ink); }
-.pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 18px; align-items: start; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 18px; }
+.pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 18px; margin: 0 0 18px; }
+.pair section { margin: 0; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 18px; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-size: 13px; margin: 0 0 6px; padding-left: 9px; border-left: 4px solid; }
 figcaption span { color: var(--ink); font-weight: 600; overflow-wrap: anywhere; }
-figcaption small { display: block; }
+figcaption td small { white-space: normal; min-width: 62px; }
+td:not(.number) small { min-width: 110px; }
+small { display: block; }
 figure button { all: unset; display: block; width: 100%; cursor: zoom-in; border-radius: 6px; }
 figure button:focus-visible { outline: 2px solid var(--hot); }
 figure img { display: block; width: 100%; background: #fff; border-radius: 6px; border: 1px solid var(--rule); }
@@ -89,6 +95,7 @@ svg .tick { fill: var(--soft); font-size: 12px; }
 svg .middle { text-anchor: middle; } svg .end { text-anchor: end; }
 svg .label, svg .value { fill: var(--ink); } svg .value { font-size: 12.5px; font-variant-numeric: tabular-nums; }
 svg .line { fill: none; stroke: currentColor; stroke-width: 2.2; stroke-linejoin: round; }
+svg .line.arm-0 { stroke-dasharray: 7 4; }
 svg .train { fill: none; stroke: currentColor; stroke-width: 1; opacity: 0.4; }
 svg .band { fill: currentColor; opacity: 0.14; }
 svg .dot, svg .bar { fill: currentColor; }
@@ -102,8 +109,10 @@ svg .interval { stroke: currentColor; stroke-width: 2.5; stroke-linecap: round; 
   .scroll { margin: 0 -14px; padding: 0; }
   .pair { grid-template-columns: minmax(0, 1fr); }
   .wide { display: none; } .narrow { display: block; }
-  tbody th { position: sticky; left: 0; background: var(--card); max-width: 46vw; white-space: normal; }
-  tbody th .choice { overflow-wrap: anywhere; }
+  tbody th { position: sticky; left: 0; background: var(--card); max-width: 42vw; white-space: normal; }
+  tbody th .choice { overflow-wrap: break-word; }
+  tbody th .choice span { display: block; }
+  thead th:first-child { position: sticky; left: 0; background: var(--card); }
 }
 @media print { section { break-inside: avoid; } }
 """ + "\n".join(f".arm-{n} {{ color: var(--arm-{n}); border-color: var(--arm-{n}); }}" for n in range(8))

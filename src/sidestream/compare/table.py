@@ -78,17 +78,23 @@ def _arm(of: Figures) -> Cell:
 def _ran_on(of: Figures) -> Cell:
     flat = of.flat
     link = flat["link"] if flat["link_gbps"] is None else f"{flat['link']} {flat['link_gbps']:g} Gbit/s"
-    moved = ", ".join(str(part) for part in (flat["transport"], link) if part is not None)
     ranks = f"{flat['world_size']} \u00d7 {flat['device']}" if flat["world_size"] is not None else ""
     size = f"EP {flat['expert_parallel_size']}" if flat["expert_parallel_size"] is not None else ""
-    text = moved or UNKNOWN
-    return Cell(text, f"{moved} {ranks} {size}", ", ".join(part for part in (ranks, size) if part))
+    known = [str(part) for part in (flat["transport"], link, ranks, size) if part]
+    return Cell(known[0] if known else UNKNOWN, " ".join(known) or None, ", ".join(known[1:]))
+
+
+def _ratio(of: Figures) -> str:
+    """The median ratio to the baseline, and the smallest and largest of the seeds: how far it can be trusted."""
+    ratio, low, high = (of.flat[f"tokens_per_second_ratio{part}"] for part in ("", "_min", "_max"))
+    if ratio is None:
+        return ""
+    return f"\u00d7 {ratio:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 def _speed(of: Figures) -> Cell:
-    ratio = of.flat["tokens_per_second_ratio"]
     value = of.flat["tokens_per_second"]
-    return Cell(number(value), value, "" if ratio is None else f"\u00d7 {ratio:.2f}")
+    return Cell(number(value), value, _ratio(of))
 
 
 def _step(of: Figures) -> Cell:
@@ -131,7 +137,7 @@ def _difference(loss: str) -> Callable[[Figures], Cell]:
         if found.mean == found.low == found.high == 0.0:
             return Cell("0", 0.0, "identical")
         if found.low is None:
-            return Cell(number(found.mean, 4, sign=True), found.mean, "no interval: 1 seed")
+            return Cell(number(found.mean, 4, sign=True), found.mean, "1 seed")
         bounds = f"{number(found.low, 4, sign=True)} to {number(found.high, 4, sign=True)}"
         return Cell(number(found.mean, 4, sign=True), found.mean, bounds)
 
@@ -142,16 +148,16 @@ COLUMNS = (
     Column("arm", "choices", "What the arms differ in.", _arm, False),
     Column(
         "ran_on",
-        "transport, link; ranks",
-        "What moved the rows, over the machine's own wire or an emulated one; ranks, device, and how many ranks share "
-        "a copy of the experts (EP).",
+        "transport, link, ranks",
+        "What moved the rows; the link, which is the machine's own or an emulated one; ranks and device, and how many "
+        "ranks share a copy of the experts (EP).",
         _ran_on,
         False,
     ),
     Column(
         "tokens_per_second",
         "tokens/s",
-        "Median, over all ranks; \u00d7 is the median of the ratios to the baseline.",
+        "Median, over all ranks; \u00d7: median ratio to the baseline by seed, smallest and largest.",
         _speed,
     ),
     Column("step_ms", "step, ms", "Median, and first to third quartile.", _step),
