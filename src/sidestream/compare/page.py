@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -107,6 +108,7 @@ def _row(comparison: Comparison, of: Figures, kept: Sequence[Column]) -> str:
 
 def _glued(detail: str) -> str:
     """Breaks only where a line may end in a narrow column: not inside a number with its unit, nor behind `to`."""
+    detail = re.sub(r"\(.*?\)", lambda found: found.group().replace(" ", "\u00a0"), detail)
     return (
         detail.replace(" to ", " to\u00a0")
         .replace(" Gbit", "\u00a0Gbit")
