@@ -211,7 +211,11 @@ def _illustrate(
             names = [
                 d.key for d in fairness.differences([arm.runs[0], run]) if d.key not in ("cpu", "tokens")
             ]
-            names = [key for key in names if not key.startswith(("measure", "scheduler", "optimizer"))]
+            names = [
+                key
+                for key in names
+                if not key.startswith(("measure", "scheduler", "optimizer", "trainer", "callbacks"))
+            ]
             caveat = ", ".join(f"{key}={value_of(run, key)}" for key in names if value_of(run, key) != "null")
             taken[arm.name] = (run, caveat)
     return tuple(

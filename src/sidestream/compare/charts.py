@@ -123,9 +123,9 @@ def _points(curve: Curve, values, x, y) -> str:
 
 
 def speed_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width: int) -> str:
-    """A bar per arm from zero: tokens per second."""
+    """A bar per arm from zero, tokens per second; a line from the slowest to the fastest seed."""
     rows = [(of, of.flat["tokens_per_second"]) for of in all_figures]
-    known = [value for _, value in rows if value is not None]
+    known = [of.flat["tokens_per_second_max"] for of, value in rows if value is not None]
     if not known:
         return ""
     parts = [_open(width, len(rows), "Tokens per second")]
@@ -137,9 +137,17 @@ def speed_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width
         parts.append(
             f'<rect class="bar {kind}" x="0" y="{top + LINE:.1f}" width="{length:.1f}" height="14" rx="2"/>'
         )
+        slow, fast = (
+            room * (of.flat[f"tokens_per_second_{end}"] or 0.0) / max(known) for end in ("min", "max")
+        )
+        parts.append(
+            f'<line class="spread" x1="{slow:.1f}" x2="{fast:.1f}" y1="{top + LINE + 7}" y2="{top + LINE + 7}"/>'
+        )
         ratio = of.flat["tokens_per_second_ratio"]
         text = number(value) + ("" if ratio is None else f" (\u00d7 {ratio:.2f})")
-        parts.append(f'<text class="value" x="{length + 7:.1f}" y="{top + LINE + 11:.1f}">{text}</text>')
+        parts.append(
+            f'<text class="value" x="{max(length, fast) + 7:.1f}" y="{top + LINE + 11:.1f}">{text}</text>'
+        )
     return "".join([*parts, "</svg>"])
 
 

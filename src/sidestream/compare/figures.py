@@ -133,6 +133,8 @@ def _times(arm: Arm, baseline: Arm) -> dict[str, float | None]:
     ratios = [speed[seed] / base[seed] for seed in sorted(speed.keys() & base.keys()) if base[seed] > 0]
     return {
         "tokens_per_second": median(list(speed.values())),
+        "tokens_per_second_min": min(speed.values(), default=None),
+        "tokens_per_second_max": max(speed.values(), default=None),
         "tokens_per_second_ratio": None if arm is baseline else median(ratios),
         "tokens_per_second_ratio_min": None if arm is baseline else min(ratios, default=None),
         "tokens_per_second_ratio_max": None if arm is baseline else max(ratios, default=None),

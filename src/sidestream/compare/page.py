@@ -153,7 +153,7 @@ def _differences(comparison: Comparison, all_figures: Sequence[Figures]) -> str:
         ),
         (
             "Tokens per second",
-            "Medians of separate runs, \u00d7 the baseline. Not a fair timing: see the notes.",
+            "Medians; lines: slowest to fastest seed; \u00d7 the baseline. Separate runs, not a fair timing: see the notes.",
             lambda width: charts.speed_chart(comparison, all_figures, width=width),
         ),
     ]
@@ -174,7 +174,7 @@ def _timelines(comparison: Comparison) -> str:
         "<section><h2>Timelines of one MoE unit</h2>"
         '<p class="lead">Recorded spans: what each rank computes and what travels, serial above, overlapped below. '
         "The time axes differ. Select a picture to enlarge it.</p>"
-        f'<div class="pictures">{"".join(figures)}</div></section>'
+        f'<div class="pictures large">{"".join(figures)}</div></section>'
     )
 
 

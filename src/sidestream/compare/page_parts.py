@@ -74,6 +74,7 @@ small { display: block; color: var(--soft); font-size: 11.5px; font-weight: 400;
 .pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 18px; margin: 0 0 18px; }
 .pair section { margin: 0; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 18px; }
+.pictures.large { grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
 figure { margin: 0; min-width: 0; }
 figcaption { font-size: 13px; margin: 0 0 6px; padding-left: 9px; border-left: 4px solid; }
 figcaption span { color: var(--ink); font-weight: 600; overflow-wrap: anywhere; }
@@ -99,6 +100,7 @@ svg .line.arm-0 { stroke-dasharray: 7 4; }
 svg .train { fill: none; stroke: currentColor; stroke-width: 1; opacity: 0.4; }
 svg .band { fill: currentColor; opacity: 0.14; }
 svg .dot, svg .bar { fill: currentColor; }
+svg .spread { stroke: var(--ink); stroke-width: 1.5; opacity: 0.75; }
 svg .interval { stroke: currentColor; stroke-width: 2.5; stroke-linecap: round; }
 .narrow { display: none; }
 @media (max-width: 760px) {

@@ -74,7 +74,8 @@ def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, st
     for of in all_figures:
         curve, name = of.curves[shown], of.arm.name
         axes.plot(
-            *(curve.tokens, curve.mean, "o-"),
+            *(curve.tokens, curve.mean, "o--" if of.flat["baseline"] else "o-"),
+            zorder=3 if of.flat["baseline"] else 2,  # an arm with the same loss stays visible below it
             color=color[name],
             linewidth=1.8,
             markersize=3,
@@ -99,14 +100,16 @@ def _draw_speed(axes: Axes, all_figures: Sequence[Figures], color: dict[str, str
         range(len(values)), [value or 0 for value in values], color=[color[of.arm.name] for of in all_figures]
     )
     for place, (of, value) in enumerate(zip(all_figures, values)):
+        ends = [of.flat["tokens_per_second_min"] or 0, of.flat["tokens_per_second_max"] or 0]
+        axes.plot(ends, [place, place], color="0.15", linewidth=1.2)
         ratio = of.flat["tokens_per_second_ratio"]
         text = "-" if value is None else f"{value:,.0f}" + ("" if ratio is None else f" (\u00d7 {ratio:.2f})")
         axes.annotate(
-            text, (value or 0, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+            text, (ends[1], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
         )
-    axes.set_xlim(0, 1.35 * max(value or 0 for value in values))
+    axes.set_xlim(0, 1.4 * max(of.flat["tokens_per_second_max"] or 0 for of in all_figures))
     _rows(axes, all_figures)
-    axes.set_title("tokens/s, median; separate runs", fontsize=9, loc="left")
+    axes.set_title("tokens/s: median, slowest to fastest seed; separate runs", fontsize=9, loc="left")
     return None
 
 
