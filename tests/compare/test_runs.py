@@ -30,6 +30,15 @@ def test_equal_names_are_told_apart(tmp_path: Path):
     assert [run.name for run in runs] == ["one/0", "two/0"]
 
 
+def test_long_names_are_cut_where_they_stay_apart(tmp_path: Path):
+    write_run(tmp_path / f"0-{'x' * 80}"), write_run(tmp_path / f"1-{'x' * 80}", seed=2)
+    runs, _ = read_folders([tmp_path])
+    assert [run.name for run in runs] == [f"{job}-{'x' * 55}..." for job in (0, 1)]
+    write_run(tmp_path / f"0-{'x' * 80}y", seed=3)
+    runs, _ = read_folders([tmp_path])
+    assert runs[0].name == f"0-{'x' * 80}"
+
+
 def test_unfinished_runs_are_left_out_with_the_reason(tmp_path: Path):
     write_sweep(tmp_path)
     write_run(tmp_path / "7", status="failed")

@@ -153,7 +153,7 @@ def _differences(comparison: Comparison, all_figures: Sequence[Figures]) -> str:
         ),
         (
             "Tokens per second",
-            "Medians; lines: slowest to fastest seed; \u00d7 the baseline. Separate runs, not a fair timing: see the notes.",
+            "Medians; lines: slowest to fastest seed; \u00d7 the baseline. No fair timing: see the notes.",
             lambda width: charts.speed_chart(comparison, all_figures, width=width),
         ),
     ]

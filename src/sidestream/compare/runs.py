@@ -15,6 +15,7 @@ from sidestream.compare.errors import CompareError
 from sidestream.tracking.folder import RunFolder
 
 RESULT = "result.json"
+LONGEST = 60  # characters of a run's name
 PICTURES = ("overlap.svg", "overlap.png")  # the first that is there
 TRAINING, MEASUREMENT = "training", "measurement"
 
@@ -117,11 +118,13 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def short_names(places: Sequence[Path]) -> list[str]:
-    """The folder's own name where it is unique, else as much of the path as tells it from the others."""
+    """The folder's own name where it is unique, its beginning if it is long, else as much of the path as is needed."""
     for parts in (1, 2, 3):
         names = ["/".join(place.resolve().parts[-parts:]) for place in places]
-        if len(set(names)) == len(names):
-            return names
+        short = [name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..." for name in names]
+        for chosen in (short, names):
+            if len(set(chosen)) == len(chosen):
+                return chosen
     return [str(place.resolve()) for place in places]
 
 
