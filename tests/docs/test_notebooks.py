@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from tests.docs.pages import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-TRAINS = {"01_tour"}  # from the shell, about ten seconds
+TRAINS = {"01_tour", "03_compare_a_sweep"}  # from the shell, up to half a minute
 LARGEST = 200_000  # bytes
 
 

@@ -142,7 +142,7 @@ def test_a_sweep_over_two_ranks_has_one_wandb_run_per_job(tmp_path):
     assert [run.group for (run,) in runs] == ["sweep", "sweep"]
     # Too many overrides for a name, so it is the job's folder.
     assert [run.name for (run,) in runs] == [f"train-{job.name}"[:128] for job in jobs]
-    assert len(list(tmp_path.rglob("run-*.wandb"))) == 2  # no strays
+    assert len(list(tmp_path.rglob("run-*.wandb"))) == 3  # one per job, and the table of the sweep
 
 
 def test_tensorboard_gets_scalars_config_and_picture(tmp_path):

@@ -6,12 +6,11 @@ mirror metrics.jsonl, which is written without them too (names in `sidestream.tr
 """
 
 import importlib.util
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -21,6 +20,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.lightning.checkpoint import checkpoints, step_of
 from sidestream.tracking import names
 from sidestream.tracking.folder import RunFolder, write_text_atomic
+from sidestream.tracking.wandb_mode import mode_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def wandb_logger(
         config={**context.config, "choices": context.choices, **context.identity},
         dir=str(context.folder),
         # An argument and not WANDB_MODE: the environment would reach later runs of this process and children.
-        mode=_mode(offline, wandb.setup().settings),
+        mode=mode_of(offline, wandb.setup().settings),
         # Without it wandb returns a run that an earlier job of this process left open.
         reinit="finish_previous",
         # Capturing the console would copy every redraw of the progress bar.
@@ -290,20 +290,3 @@ def _sweep_name(folder: Path) -> str | None:
 def _choice_tags(choices: Mapping[str, str]) -> list[str]:
     """`group:option` for every choice of ours, within the 64 characters of a wandb tag."""
     return [f"{g}:{o}"[:64] for g, o in choices.items() if o and not g.startswith("hydra/")]
-
-
-def _mode(offline: bool | str, settings: Any) -> Literal["online", "offline"] | None:
-    """The `mode` of wandb.init; None leaves the decision to WANDB_MODE."""
-    if offline != "auto":
-        return "offline" if offline else "online"
-    if os.environ.get("WANDB_MODE"):
-        return None
-    return "online" if _has_credentials(settings) else "offline"
-
-
-def _has_credentials(settings: Any) -> bool:
-    """Whether wandb would find a key without asking: environment and settings files, then netrc."""
-    # Private, but `wandb.login(prompt=False)` asks the server; which hosts of netrc count changes with wandb.
-    from wandb.sdk.lib.wbauth import read_netrc_auth
-
-    return bool(settings.api_key or settings.identity_token_file or read_netrc_auth(host=settings.base_url))

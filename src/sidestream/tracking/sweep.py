@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from sidestream.tracking.folder import write_text_atomic
 TABLE = "sweep.csv"
 OF_A_JOB = ("number", "state", "reason", "seconds", "folder")  # the first columns; those of the keys follow
 OF_METRICS = ("val_loss", "train_loss", "tokens", "tokens_per_second", "step_ms", "peak_memory_bytes")
+RECIPES = ("experiment", "arm")  # groups whose options set keys of other groups
 OF_RESULT = ("transport", "link", "world_size", "seed")
 
 _STOPPED = {
@@ -153,8 +155,56 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 def after_sweep(folder: Path, jobs: Sequence[Job]) -> None:
     """Called once after the last job of a sweep, also of one that was stopped or in which jobs failed.
 
+    Writes the table, the report of scripts/compare.py if two runs or more finished, and a table in wandb if jobs were
+    logged there. What goes wrong in the last two is said and is no reason for a finished sweep to fail.
+
     Args:
         folder: The sweep's.
         jobs: All of the sweep, those included that were skipped or never started.
     """
     write_table(folder, jobs)
+    trained = [job for job in jobs if job.code == 0 and (job.folder / "metrics.jsonl").exists()]
+    for what, make in (("report", _report), ("wandb table", _wandb_table)):
+        try:
+            make(folder, jobs, trained)
+        except Exception as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            print(f"no {what}: {first}", file=sys.stderr, flush=True)
+
+
+def _report(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> None:
+    """compare.html and its companions, of what the sweep varies."""
+    from sidestream.compare.arms import compare
+    from sidestream.compare.errors import CompareError
+    from sidestream.compare.fairness import STUDIED
+    from sidestream.compare.outputs import write
+    from sidestream.compare.runs import read_folders
+
+    if len(trained) < 2:
+        return
+    runs, left_out = read_folders([folder])
+    varied = [key for key in differing(jobs) if key != "seed" and key not in RECIPES]
+    studied = [*dict.fromkeys([*STUDIED, *varied])]
+    try:
+        comparison = compare(runs, studied=studied, differ=[], baseline=None, left_out=left_out)
+    except CompareError as error:
+        # An arm or an experiment sets keys of its own; they are named in the title.
+        own = list(dict.fromkeys(line.partition("=")[0] for line in error.lines))
+        if not any(key in RECIPES for key in differing(jobs)) or not all("." in key for key in own):
+            raise
+        comparison = compare(runs, studied=studied, differ=own, baseline=None, left_out=left_out)
+    page = next(path for path in write(comparison, folder) if path.suffix == ".html")
+    print(f"report: {os.path.relpath(page)}", flush=True)
+
+
+def _wandb_table(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> None:
+    if any((job.folder / "wandb_id").exists() for job in trained):
+        from sidestream.tracking.wandb_sweep import log_table
+
+        log_table(folder, rows(folder, jobs), config=_resolved(trained[0]))
+
+
+def _resolved(job: Job) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load((job.folder / ".hydra" / "resolved.yaml").read_text(encoding="utf-8"))

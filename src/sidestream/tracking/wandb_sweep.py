@@ -1,0 +1,54 @@
+"""One wandb run per sweep that shows all of its jobs: a table with their pictures. No torch here."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking.wandb_mode import mode_of
+
+TABLE = "sweep/jobs"
+PICTURES = {"load": "expert_load.png", "timeline": "overlap.png"}
+
+
+def log_table(folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str, Any]) -> None:
+    """Log the table in a run of the jobs' group; a second start of the sweep continues that run.
+
+    Args:
+        folder: The sweep's.
+        rows: Of `sweep.csv`.
+        config: Resolved, of one of the jobs: project, group, tags.
+    """
+    import wandb
+
+    logger = config["logger"]
+    run = wandb.init(
+        project=logger["project"],
+        id=_id(folder),
+        resume="allow",
+        name=f"{folder.name}-table",
+        group=logger["group"] or folder.name,
+        job_type="sweep",
+        tags=list(logger["tags"]),
+        dir=str(folder),
+        mode=mode_of(logger["offline"], wandb.setup().settings),
+        reinit="finish_previous",
+        settings=wandb.Settings(console="off"),
+    )
+    table = wandb.Table(columns=[*rows[0], *PICTURES])
+    for row in rows:
+        files = [folder / row["folder"] / name for name in PICTURES.values()]
+        pictures = [wandb.Image(str(path)) if path.exists() else None for path in files]
+        table.add_data(*row.values(), *pictures)
+    run.log({TABLE: table})
+    run.finish()
+
+
+def _id(folder: Path) -> str:
+    path = folder / "wandb_id"
+    if not path.exists():
+        write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
+    return path.read_text(encoding="utf-8").strip()
