@@ -3,6 +3,7 @@
 python scripts/render_readme.py                                the same as `make readme`
 python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
 python scripts/render_readme.py --overlap <sweep>              the same for a sweep of scripts/measure_overlap.py
+python scripts/render_readme.py --quality <sweep> <sweep>      the same for the sweeps of experiment=scmoe_quality
 """
 
 import argparse
@@ -23,6 +24,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from plot_loss import main as plot_loss
 
+from sidestream.compare import quality
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
@@ -55,6 +57,11 @@ GRAPH = REPOSITORY / "docs" / "step_graphs.md"
 GRAPH_RESULT = RESULTS / "bench_graph.json"  # what scripts/bench_graph.py wrote, unchanged
 GRAPH_BEGIN = "<!-- bench_graph begin: written by `make readme` -->"
 GRAPH_END = "<!-- bench_graph end -->"
+QUALITY = RESULTS / "scmoe_quality.md"
+QUALITY_RESULT = RESULTS / "scmoe_quality.json"  # a line per run of experiment=scmoe_quality
+QUALITY_PICTURE = RESULTS / "scmoe_quality.png"
+QUALITY_BEGIN = "<!-- scmoe_quality begin: written by `make readme` -->"
+QUALITY_END = "<!-- scmoe_quality end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -64,8 +71,13 @@ def main(argv: list[str] | None = None) -> int:
         "--run", type=Path, metavar="FOLDER", help="take the files of this finished run first"
     )
     parser.add_argument("--overlap", type=Path, metavar="FOLDER", help="take the figures of this sweep first")
+    parser.add_argument(
+        "--quality", type=Path, nargs="+", metavar="FOLDER", help="take the figures of these sweeps first"
+    )
     arguments = parser.parse_args(argv)
     try:
+        if arguments.quality is not None:
+            take_quality(arguments.quality)
         if arguments.run is not None:
             take(arguments.run)
         if arguments.overlap is not None:
@@ -73,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
         write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
         write_text_atomic(OVERLAP, render_overlap(OVERLAP.read_text(encoding="utf-8")))
+        if QUALITY_RESULT.exists():
+            write_text_atomic(QUALITY, render_quality(QUALITY.read_text(encoding="utf-8")))
         write_text_atomic(GRAPH, render_graph(GRAPH.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
@@ -126,6 +140,29 @@ def take_overlap(sweep: Path) -> None:
     command = shlex.join(["python", "scripts/measure_overlap.py", "-m", *overrides])
     record = overlap_matrix.collect([folder / "overlap.json" for folder in folders], command=command)
     write_json_atomic(OVERLAP_RESULT, record)
+
+
+def take_quality(sweeps: list[Path]) -> None:
+    """Copies the figures of the study's runs to docs/results/, and draws its picture.
+
+    Raises:
+        ValueError: they are not of one study.
+    """
+    commands = []
+    for sweep in sweeps:
+        config = OmegaConf.load(sweep / "multirun.yaml")
+        commands.append(
+            shlex.join(["python", "train.py", "-m", *OmegaConf.select(config, "hydra.overrides.task")])
+        )
+    record = quality.collect(sweeps, commands=commands)
+    write_json_atomic(QUALITY_RESULT, record)
+    quality.draw(record, json.loads(OVERLAP_RESULT.read_text(encoding="utf-8")), QUALITY_PICTURE)
+
+
+def render_quality(page: str) -> str:
+    """Returns docs/results/scmoe_quality.md with its table replaced; see `render`."""
+    record = json.loads(QUALITY_RESULT.read_text(encoding="utf-8"))
+    return _between(QUALITY.name, page, QUALITY_BEGIN, QUALITY_END, quality.markdown(record))
 
 
 def render(readme: str) -> str:
