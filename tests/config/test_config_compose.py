@@ -24,7 +24,7 @@ def test_an_option_is_typed_and_its_first_line_is_a_command_that_runs(compose: C
     group = str(option.parent)
     script = "scripts/measure_overlap.py" if option.stem == "measure_overlap" else "train.py"
     assert command[:2] == ["python", script]
-    if command[2] == "-m":  # a study: what it sweeps stands in the file
+    if command[2:3] == ["-m"]:  # a study: what it sweeps stands in the file
         del command[2]
     if group == ".":
         cfg = compose(*command[2:], config_name=option.stem)

@@ -44,6 +44,7 @@ def evaluate_run(folder, *overrides):
     return ranks(1).run(evaluated, overrides=cfg, checkpoint=checkpoints(folder)[-1])[0]
 
 
+@pytest.mark.full
 def test_packed_runs_do_not_depend_on_the_world_size_or_accumulation(tmp_path):
     options = text(tmp_path, *PACKED)
     fit(tmp_path / "one", *options, world=1)

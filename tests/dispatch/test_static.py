@@ -181,7 +181,7 @@ def compare_with_the_rule(rank: int, world: int, name: str, even: bool) -> list[
 
 
 @pytest.mark.parametrize(("name", "even"), STATIC)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_last_experts_lose_first_and_last_sources_within_them(name, even, world):
     for wrong in ranks(world).run(compare_with_the_rule, name=name, even=even):
         assert not wrong, "\n".join(wrong[:3])
@@ -291,7 +291,7 @@ def c4_big_then_small(rank: int, world: int, name: str, even: bool, tail: float)
     return found
 
 
-@pytest.mark.parametrize("tail", [NAN, 1e38])
+@pytest.mark.parametrize("tail", [NAN, pytest.param(1e38, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "even"), STATIC)
 def test_c4_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail):
     results = ranks(2).run(c4_big_then_small, name=name, even=even, tail=tail)
@@ -320,7 +320,10 @@ def c6_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tokens", [[7, 7], [15, 16], [1, 0], [17, 3], [0, 0]])
+@pytest.mark.parametrize(
+    "tokens",
+    [[15, 16], [1, 0], *(pytest.param(t, marks=pytest.mark.full) for t in ([7, 7], [17, 3], [0, 0]))],
+)
 def test_c6_unequal_tokens_per_rank(name, tokens):
     assert ranks(2).run(c6_tokens, name=name, tokens=tokens, limit_s=30) == [[], []]
 
@@ -414,7 +417,7 @@ def rows_between(name: str, world: int, even: bool) -> list[list[int]]:
     return counts
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("name", "factor", "even"),
     [*((name, None, False) for name in NAMES), *((name, 4.0, even) for name, even in STATIC)],

@@ -70,7 +70,7 @@ def on_the_cpu(rank: int, world: int, *, name: str, broken: bool = False) -> str
     [
         ("graphs_agree", "4 steps equal bit for bit on cpu in 32-true: shortcut"),
         ("lint_is_clean", "reads nothing on the host"),
-        ("speed_with_a_graph", " x; capture "),
+        pytest.param("speed_with_a_graph", " x; capture ", marks=pytest.mark.full),
     ],
 )
 def test_the_checks_of_step_graphs_run_on_a_tape(name: str, expected: str):

@@ -207,6 +207,7 @@ def test_the_tour_of_a_run(tmp_path: Path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.shell
 @pytest.mark.timeout(SECONDS + SECONDS_TO_STOP + 10)
 def test_the_readmes_dispatcher_halves_the_bytes(example: Path):
@@ -218,6 +219,7 @@ def test_the_readmes_dispatcher_halves_the_bytes(example: Path):
     assert mine["metrics"]["val_loss"] == pytest.approx(plain["metrics"]["val_loss"], abs=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.shell
 @pytest.mark.timeout(SECONDS + SECONDS_TO_STOP + 10)
 def test_a_sweep_and_torchrun(tmp_path: Path):

@@ -89,7 +89,13 @@ def row_id(row: Row) -> str:
     return "-".join([name, dispatcher, *sizes, *["recompute"] * recompute, *["late"] * late])
 
 
-@pytest.mark.parametrize("row", pairwise(rows_of(CASES)), ids=row_id)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.full if number % 2 else (), id=row_id(row))
+        for number, row in enumerate(pairwise(rows_of(CASES)))
+    ],
+)
 def test_overlapped_and_late_equal_serial_and_shared_expert_equals_none(row: Row) -> None:
     check_row(row, pause_s=PAUSE_S)
 

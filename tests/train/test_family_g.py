@@ -120,7 +120,7 @@ def test_other_corpus_is_refused(straight: Path, tmp_path: Path) -> None:
         fit(folder, *STATEFUL, f"resume={folder}", "data.val_fraction=0.2")
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "ep"), [pytest.param(2, 2, marks=pytest.mark.full), (4, 2)])
 def test_fully_shard_resumes_bit_identically_and_by_replicate(world: int, ep: int, tmp_path: Path) -> None:
     sharded = ["strategy=fully_shard", f"strategy.expert_parallel_size={ep}", "balance=bias"]
     whole, folder, other = tmp_path / "whole", tmp_path / "resumed", tmp_path / "replicate"

@@ -99,6 +99,7 @@ def test_error_stops_every_rank_with_the_numbers(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.full
 def test_validation_loses_nothing(tmp_path: Path) -> None:
     """A budget that training never fills may be too small for a validation batch; it grows there too."""
     options = ["trainer.val_check_interval=2", "dispatcher=allgather", "trainer.limit_val_batches=4"]

@@ -122,6 +122,7 @@ def test_switches_that_change_no_number_are_taken() -> None:
     load(ShortcutOverlap(slot=1), ShortcutOverlap(slot="auto", enabled=False, delay_wgrad=True))
 
 
+@pytest.mark.full
 def test_a_plain_run_goes_on_under_a_schedule_of_the_same_model(tmp_path: Path) -> None:
     """Of the three such schedules one is bit-identical."""
     whole, folder = tmp_path / "whole", tmp_path / "resumed"
