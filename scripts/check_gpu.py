@@ -47,6 +47,7 @@ from sidestream.tracking.folder import RunFolder, package_versions, write_json_a
 from sidestream.tracking.machine import peak as device_peak
 
 TRAIN = Path(__file__).parents[1] / "train.py"
+TOLD = "told"  # file in which a process of its own leaves its finding
 SECONDS = 120  # of anything that starts processes
 COLORS = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 MICRO = (
@@ -189,17 +190,27 @@ def nccl_exchange() -> str:
     """Two ranks exchange rows and gradients over NCCL through the operators that every dispatcher uses."""
     need_gpus(2)
     with tempfile.TemporaryDirectory() as scratch:
-        context = mp.spawn(_nccl_rank, args=(f"file://{scratch}/store",), nprocs=2, join=False)
-        assert context is not None
-        deadline = time.monotonic() + SECONDS
-        try:
-            while not context.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer in {SECONDS} s")
-        finally:
-            for process in context.processes:
-                process.kill()
+        spawn(_nccl_rank, f"file://{scratch}/store", ranks=2)
     return "uneven all-to-all between 2 ranks, forward and backward"
+
+
+def spawn(function: Callable[..., None], *args: object, ranks: int) -> None:
+    """Runs `function(rank, *args)` in a process per rank; none outlives the time limit.
+
+    Raises:
+        TimeoutError: they did not finish.
+        Exception: what the first failing rank raised.
+    """
+    context = mp.spawn(function, args=args, nprocs=ranks, join=False)
+    assert context is not None
+    deadline = time.monotonic() + SECONDS
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer in {SECONDS} s")
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def _nccl_rank(rank: int, store: str) -> None:
@@ -263,18 +274,8 @@ def on_one_gpu(function: Callable[[torch.device], str]) -> str:
     """Runs a function in a process of its own, the only rank of an NCCL process group."""
     need_gpus(1)
     with tempfile.TemporaryDirectory() as scratch:
-        told = Path(scratch) / "told"
-        context = mp.spawn(_one_rank, args=(function, scratch), nprocs=1, join=False)
-        assert context is not None
-        deadline = time.monotonic() + SECONDS
-        try:
-            while not context.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer in {SECONDS} s")
-        finally:
-            for process in context.processes:
-                process.kill()
-        return told.read_text(encoding="utf-8")
+        spawn(_one_rank, function, scratch, ranks=1)
+        return (Path(scratch) / TOLD).read_text(encoding="utf-8")
 
 
 def _one_rank(rank: int, function: Callable[[torch.device], str], scratch: str) -> None:
@@ -283,7 +284,7 @@ def _one_rank(rank: int, function: Callable[[torch.device], str], scratch: str) 
     env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
     join_world(env, device, timeout=timedelta(seconds=SECONDS))
     register()
-    (Path(scratch) / "told").write_text(function(device), encoding="utf-8")
+    (Path(scratch) / TOLD).write_text(function(device), encoding="utf-8")
     leave_world()
 
 

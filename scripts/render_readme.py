@@ -28,6 +28,8 @@ from sidestream.compare import quality
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
+from sidestream.tracking.markdown import notes
+from sidestream.tracking.markdown import table as markdown_table
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
@@ -206,7 +208,7 @@ def render_graph(page: str) -> str:
     """Returns docs/step_graphs.md with its table replaced; see `render`."""
     result = json.loads(GRAPH_RESULT.read_text(encoding="utf-8"))
     columns = ("case", "tokens/s, graph over eager", "quartiles", "memory", "capture", "capture again")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for record in result["results"]:
         ratio, memory = record["speedup"], record["peak_memory_bytes"]
         cells = (
@@ -217,7 +219,7 @@ def render_graph(page: str) -> str:
             f"{record['capture_seconds']:.2f} s",
             f"{record['recapture_seconds']:.2f} s",
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
     ranks = result["results"][0]["world_size"]
     facts = (
@@ -228,7 +230,7 @@ def render_graph(page: str) -> str:
         f"steps of `tiny`, in changing order",
         "Emulated: a CUDA graph, by the tape",
     )
-    content = "\n".join([*lines, "", *(f"* {fact}." for fact in facts)])
+    content = "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
     return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, content)
 
 
@@ -245,16 +247,15 @@ def benchmark_table(result: dict[str, Any]) -> str:
     named = result.get("against", [])
     columns = ["shape", "ranks", "arm", "x dense", "x fastest peer", *(f"x `{name}`" for name in named)]
     columns.append("peak MiB")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for case in result["results"]:
         for name, arm in case["arms"].items():
             if name == "dense":
                 continue
             dense, peer = (_pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer"))
-            others = "".join(f" {_pair(ratio)} |" for ratio in arm.get("ratio_to", {}).values())
-            memory = arm["peak_memory_bytes"] / 2**20
-            shape, ranks = case["shape"], case["world_size"]
-            lines.append(f"| {shape} | {ranks} | `{name}` | {dense} | {peer} |{others} {memory:.0f} |")
+            others = [_pair(ratio) for ratio in arm.get("ratio_to", {}).values()]
+            memory = f"{arm['peak_memory_bytes'] / 2**20:.0f}"
+            rows.append([case["shape"], str(case["world_size"]), f"`{name}`", dense, peer, *others, memory])
     load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
     machine = f"{result['cpu']}, one thread and core a rank, torch {result['versions']['torch']}, {result['precision']}"
     facts = [
@@ -263,7 +264,7 @@ def benchmark_table(result: dict[str, Any]) -> str:
         f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
         f"Emulated: {'; '.join(result['emulated'])}",
     ]
-    return "\n".join([*lines, "", *(f"* {fact}." for fact in facts)])
+    return "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
 
 
 def _pair(ratio: dict[str, float] | None) -> str:

@@ -30,6 +30,7 @@ from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
 from sidestream.data.ngram import ngram_baselines
 from sidestream.data.packing import PackedDataset
 from sidestream.graph.check import LintFinished
+from sidestream.graph.findings import legend
 from sidestream.launch import stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
@@ -167,12 +168,8 @@ def _fit(
         trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
     except LintFinished as done:
         if env.rank == 0:
-            print(
-                "graph.lint:",
-                *(done.lines or ["clean: a graph can repeat this step"]),
-                sep="\n  ",
-                flush=True,
-            )
+            told = [*done.lines, *legend(done.lines)] or ["clean: a graph can repeat this step"]
+            print("graph.lint:", *told, sep="\n  ", flush=True)
         if done.lines:
             raise
         result = replace(start, status="finished", graph=Graph(lint=[]))
@@ -406,7 +403,7 @@ def _draw_overlap(
         title = f"overlap={choices.get('overlap')} dispatcher={choices.get('dispatcher')} link={result.link}"
         if (picture := reporting.picture(title)) is not None:
             png = save(picture, run_folder.path)[0]
-            mirror_picture(loggers, names.OVERLAP_PICTURE, png, step=reporting.steps[-1])
+            mirror_picture(loggers, names.OVERLAP_PICTURE, png, step=reporting.last_step)
     except Exception as error:
         log.warning("no picture of the overlap: %s: %s", type(error).__name__, error)
 

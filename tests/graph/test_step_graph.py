@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sidestream.lightning.checkpoint import checkpoints
-from tests.train.fit import fit, losses, tensors
+from tests.train.fit import assert_same_run, fit, losses, tensors
 
 # All that lives between steps: bias, jitter and dropout draws, clipping, a validation in the middle.
 STATEFUL = [
@@ -32,14 +32,6 @@ def train(folder: Path, *overrides: str, factor: float = 4.0, world: int = 2, li
     return fit(
         folder, *STATEFUL, f"dispatcher.capacity_factor={factor}", *overrides, world=world, limit_s=limit_s
     )
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert losses(a) == losses(b)
-    first, second = tensors(checkpoints(a)[-1]), tensors(checkpoints(b)[-1])
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not different, f"{len(different)} tensors differ, first {different[0]}"
 
 
 def compare(tmp_path: Path, *overrides: str, steps: int, **options: Any) -> dict[str, Any]:
@@ -157,3 +149,15 @@ def test_the_optimizer_in_the_graph(tmp_path: Path) -> None:
     for run in (taped, resumed):
         other = tensors(checkpoints(run)[-1])
         assert all(torch.equal(value, other[name]) for name, value in first.items()), run.name
+
+
+def test_a_stop_request_ends_a_taped_run_after_the_step_and_it_goes_on(tmp_path: Path) -> None:
+    """`trainer.should_stop`, which early stopping sets too, and a resume that captures anew."""
+    eager, stopped = tmp_path / "eager", tmp_path / "stopped"
+    options = ["dispatcher=nccl_ep", "trainer.max_steps=10", "callbacks.checkpoint.every_n_steps=10"]
+    train(eager, *options)
+    given = [*STATEFUL, "dispatcher.capacity_factor=4.0", *options, "graph=step"]
+    results = fit(stopped, *given, stop=(1, 5))
+    assert [(r["status"], r["graph"]["replays"]) for r in results] == [("interrupted", 3)] * 2
+    assert fit(stopped, *given, f"resume={stopped}")[0]["graph"]["captures"] == 1
+    assert_same_run(eager, stopped)

@@ -1,11 +1,10 @@
-"""Sweeps: what is skipped, what the table says, what a second start runs, who gets which cores.
+"""Sweeps: what is skipped, what the table says, what a second start runs. Who gets which cores: test_pool.py.
 
 Most tests run Hydra and its launcher in this process and give the jobs a small script instead of train.py.
 """
 
 import csv
 import io
-import json
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from omegaconf import OmegaConf
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments, entry, pool, resume, sweeps
-from sidestream.launch.processes import Signals
 from sidestream.launch.record import Launch
 from sidestream.tracking import sweep as tracking
 from sidestream.tracking.sweep import Job
@@ -422,101 +420,12 @@ def test_a_table_of_awkward_values_is_read_back(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
 
 
-# Waits for a partner of its own number, so that jobs end only if two run at once.
-MEETS = """
-import os, sys, time
-from pathlib import Path
-number, here = int(sys.argv[1]), Path(sys.argv[2])
-(here / f"here{number}").touch()
-limit = time.monotonic() + 30
-while not (here / f"here{number ^ 1}").exists() and time.monotonic() < limit:
-    time.sleep(0.01)
-assert time.monotonic() < limit
-cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-(here / f"cores{number}").write_text(repr(cores))
-"""
-WAITS = """
-import signal, sys, time
-from pathlib import Path
-got = []
-signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
-Path("ready" + sys.argv[1]).touch()
-limit = time.monotonic() + 30
-while not got and time.monotonic() < limit:
-    time.sleep(0.01)
-assert got
-time.sleep(0.5 * int(sys.argv[1]))  # one after the other: a place is free while the other still stops
-sys.exit(128 + got[0])
-"""
-
-
-def run_pool(
-    folder: Path, count: int, *, code: str, cores: list[list[int]], signals: Signals, started=None
-) -> list[Job]:
-    jobs = [Job(n, folder / str(n), []) for n in range(count)]
-    pool.run(
-        jobs,
-        command=lambda job: [sys.executable, "-S", "-c", code, str(job.number), str(folder)],
-        cores=cores,
-        signals=signals,
-        started=started or (lambda job: None),
-        ended=lambda job: None,
-    )
-    return jobs
-
-
-def test_two_jobs_at_once_have_cores_of_their_own(tmp_path: Path):
-    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    cores = pool.shares(2) if len(pool.available_cores()) > 1 else [[], []]
-    jobs = run_pool(tmp_path, 4, code=MEETS, cores=cores, signals=Signals())
-    assert [job.code for job in jobs] == [0, 0, 0, 0]
-    if before is None or len(before) < 2:
-        pytest.skip("one core, or a system that pins nothing")
-    used = [json.loads((tmp_path / f"cores{n}").read_text()) for n in (0, 1)]
-    assert sorted(used) == sorted(cores)
-    assert os.sched_getaffinity(0) == before
-
-
-def test_a_single_job_may_use_all_cores(tmp_path: Path):
-    if not hasattr(os, "sched_getaffinity"):
-        pytest.skip("a system that pins nothing")
-    (tmp_path / "here1").touch()
-    run_pool(tmp_path, 1, code=MEETS, cores=[[0]], signals=Signals())
-    assert json.loads((tmp_path / "cores0").read_text()) == sorted(os.sched_getaffinity(0))
-
-
-def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "available_cores", lambda: [1, 3, 5, 7, 9])
-    assert pool.shares(1) == [[1, 3, 5, 7, 9]]
-    assert pool.shares(2) == [[1, 3], [5, 7]]
-    for count in (6, 0, -1):
-        with pytest.raises(ConfigError, match=f"^hydra.launcher.max_concurrent={count}: .*from 1 to 5"):
-            pool.shares(count)
-
-
 def test_more_jobs_at_once_than_cores_is_refused_before_a_job_starts(sweep, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool, "available_cores", lambda: [0, 1])
     done = sweep("seed=1,2", "hydra.launcher.max_concurrent=3")
     assert done.code == 2
     assert str(done.error).startswith("hydra.launcher.max_concurrent=3: this process may use 2 cores")
     assert done.rows == []
-
-
-def test_a_signal_reaches_every_job_that_runs_and_no_other_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    signals, running = Signals(), []
-
-    def started(job: Job) -> None:
-        running.append(job)
-        while not Path(f"ready{job.number}").exists():
-            time.sleep(0.01)
-        if len(running) == 2:
-            signals.received.append(signal.SIGTERM)
-
-    jobs = run_pool(tmp_path, 3, code=WAITS, cores=[[0], [0]], signals=signals, started=started)
-    assert [job.state for job in jobs] == ["interrupted", "interrupted", "not started"]
 
 
 def command_line(environment: dict[str, str], work: Path, *words: str) -> subprocess.Popen:

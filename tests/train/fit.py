@@ -117,3 +117,16 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
     }
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     return state
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Losses of all steps, and every tensor of the last checkpoint, bit for bit."""
+    import torch
+
+    from sidestream.lightning.checkpoint import checkpoints
+
+    assert losses(a) == losses(b)
+    first, second = tensors(checkpoints(a)[-1]), tensors(checkpoints(b)[-1])
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, f"{len(different)} tensors differ, first {different[0]}"

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sidestream.lightning.checkpoint import checkpoints
-from tests.train.fit import fit, losses, tensors
+from tests.train.fit import assert_same_run, fit
 
 # Everything that an attempt could change too early: bias, jitter and dropout draws, accumulation.
 STATEFUL = [
@@ -35,14 +34,6 @@ def train(folder: Path, factor: float, *overrides: str, steps: int, dispatcher: 
         *overrides,
         limit_s=400,
     )
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert losses(a) == losses(b)
-    first, second = tensors(checkpoints(a)[-1]), tensors(checkpoints(b)[-1])
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not different, f"{len(different)} tensors differ, first {different[0]}"
 
 
 @pytest.mark.timeout(900)

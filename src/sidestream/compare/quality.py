@@ -13,6 +13,7 @@ from sidestream.compare.errors import CompareError
 from sidestream.compare.paired import Interval, paired
 from sidestream.tracking import names
 from sidestream.tracking.folder import write_bytes_atomic
+from sidestream.tracking.markdown import notes, table
 
 BASELINE = "scmoe_shared"
 CLAIMED = ("scmoe_pos1", "scmoe_pos2")
@@ -103,7 +104,7 @@ def markdown(record: dict[str, Any]) -> str:
         "minus baseline",
         "95 % interval",
     )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows: list[Sequence[str]] = []
     for arm in PLANNED:
         losses = of_arm(record, arm)
         if not losses:
@@ -120,7 +121,7 @@ def markdown(record: dict[str, Any]) -> str:
             *(f"`{arm}`", f"{len(losses)} of {PLANNED[arm]}", f"{params:,}", f"{flops / 1e6:.2f} M"),
             *(f"{statistics.fmean(losses.values()):.4f}{spread}", mean, limits),
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     told = [_claim(record, arm) for arm in CLAIMED]
     facts = [
         *(f"Command: `{command}`" for command in record["commands"]),
@@ -129,7 +130,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"Commit `{record['commit'][:12]}`; data {record['data_checksum'][:12]}",
         "Emulated: nothing. Losses do not depend on how busy the machine was",
     ]
-    return "\n".join([*lines, "", *told, "", *(f"* {fact}." for fact in facts)])
+    return "\n".join([*table(columns, rows), "", *told, "", *notes(facts)])
 
 
 def _claim(record: dict[str, Any], arm: str) -> str:

@@ -12,10 +12,12 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    offsets: Storage -> first byte.
-    nbytes: Of the block.
-    live_peak: Most bytes that are needed at the same time; what a perfect plan would take.
+    """Where everything lies.
+
+    Attributes:
+        offsets: Storage -> first byte.
+        nbytes: Of the block.
+        live_peak: Most bytes that are needed at the same time; what a perfect plan would take.
     """
 
     offsets: dict[int, int]

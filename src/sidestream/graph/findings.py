@@ -93,6 +93,12 @@ def place() -> tuple[str, int, str]:
     return "<autograd>", 0, "<autograd>"
 
 
+def legend(found: Iterable[str]) -> list[str]:
+    """What the kinds in lines of `lines` mean, one line each."""
+    told = list(found)
+    return [f"{kind}: {why}" for kind, why in WHY.items() if any(f": {kind}; " in line for line in told)]
+
+
 def lines(findings: Iterable[Finding]) -> list[str]:
     """One line per place, kind and phase, in the order of first occurrence.
 

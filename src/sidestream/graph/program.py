@@ -84,9 +84,7 @@ class Program:
         self._recording = recording
         self.kept = [entry.kept for entry in entries]
         read_later = _read_later(entries, recording)
-        self.copies = 0
         self.calls: list[Call] = [self._call(entry, read_later[i]) for i, entry in enumerate(entries)]
-        self.ops = [entry.name for entry in entries]
         # Names, sizes and places are all in the calls now; weak references would keep dead storages' headers.
         self.kept += [s.outside or s.pinned for s in recording.storages if s.outside or s.pinned]
         del self._recording, self._places
@@ -121,7 +119,6 @@ class Program:
             out if place is not None and place.storage in read_later else None
             for out, place in zip(outs, entry.outs)
         ]
-        self.copies += sum(out is not None for out in wanted)
         return partial(_run_and_copy, entry.op, args, kwargs, wanted)
 
 

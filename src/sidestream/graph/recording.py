@@ -55,12 +55,13 @@ class View:
 
 @dataclass
 class Storage:
-    """Attributes:
-    nbytes: Size.
-    outside: Holds the storage if no recorded operator made it; None otherwise.
-    pinned: Made by a recorded call, and staying where it is.
-    written: Something was written into it.
-    finding: Where it was first seen.
+    """Memory that the recording met.
+
+    Attributes:
+        nbytes: Size.
+        outside: Holds the storage if no recorded operator made it; None otherwise.
+        pinned: Made by a recorded call, and staying where it is.
+        written: Something was written into it.
     """
 
     nbytes: int
@@ -204,7 +205,7 @@ class Recording(TorchDispatchMode):
                 self._check_written(index, func)
         for index in written:
             self.storages[index].written = True
-        self._flight(name, ticket, func)
+        self._flight(name, ticket)
         if self._keep:
             kept = None
             if name == "sidestream::call_":
@@ -215,7 +216,7 @@ class Recording(TorchDispatchMode):
                 Entry(func, views, spec, outs, frozenset(written), frozenset(read | arguments), ticket, kept)
             )
 
-    def _flight(self, name: str, ticket: int | None, func: Any) -> None:
+    def _flight(self, name: str, ticket: int | None) -> None:
         if name in STARTS and ticket is not None:
             self._flights[ticket] = Finding.here("unjoined exchange", name.partition("::")[2])
         elif name in WAITS and ticket is not None and self._flights.pop(ticket, None) is None:

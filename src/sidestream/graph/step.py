@@ -4,8 +4,9 @@
     capture    forward, backward and reduction of all micro-batches, in a rehearsal that leaves no trace
     replay     inputs are copied to where the recording reads them; nothing of the model's Python runs
 
-What a recording depends on is its key: the receive budget, and the shapes of the batch. After an overflow the budget
-grows, the same micro-batches are attempted again as they are written, and the next step is captured anew.
+What a recording depends on is its key: the receive budget. The shapes of the batch are fixed (`StaticBatch`). After an
+overflow the budget grows, the same micro-batches are attempted again as they are written, and so is the next step: what
+the first of the two makes and keeps, the second one finds. The one behind them is captured anew.
 With `include_optimizer` clipping and the optimizer's step are a second recording, behind the check.
 """
 
@@ -51,7 +52,6 @@ class StepGraph:
         lint: bool = False,
     ) -> None:
         self.backend, self.include_optimizer, self.lint = backend, include_optimizer, lint
-        self._warmup = warmup_steps
         self._backend: Backend | None = None
         self._barrier: Callable[[], None] = lambda: None
         self._static = StaticBatch()

@@ -34,12 +34,14 @@ class ReportOverlap(Callback):
 
     Attributes:
         last: The last report; None before the first.
+        last_step: The commit after which that was; 0 before the first.
     """
 
     def __init__(self, *, steps: range) -> None:
         self.steps = steps
         self.last: OverlapReport | None = None
-        self._shown: tuple[int, dict[str, Any]] | None = None
+        self.last_step = 0
+        self._arms: dict[str, Any] | None = None  # what the picture shows, on rank 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """What a config cannot tell: which transport `auto` has become."""
@@ -61,25 +63,24 @@ class ReportOverlap(Callback):
         recipe = pl_module.recipe
         micro_batch = batch.split(recipe.micro_batch_size)[0]
         measured = measure_unit(pl_module.model, micro_batch, autocast=recipe.autocast)
-        self.last = measured.report()
+        self.last, self.last_step = measured.report(), step
         pl_module.recorder.overlap(step, self.last)
         group = pl_module.parallel_strategy.parallel.control
         ranks: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(ranks, [measured.bars(arm) for arm in SHOWN], group=group)
         if trainer.is_global_zero:
-            self._shown = (step, both_arms(measured, ranks))
+            self._arms = both_arms(measured, ranks)
 
     def picture(self, title: str) -> dict[str, Any] | None:
         """What `overlap_picture.save` draws of the last report, on rank 0; None before the first."""
-        if self.last is None or self._shown is None:
+        if self.last is None or self._arms is None:
             return None
-        step, arms = self._shown
         lines = [
-            f"{title}: one MoE unit after step {step}",
+            f"{title}: one MoE unit after step {self.last_step}",
             f"{ROUNDS} rounds during training; serial above, overlapped below",
         ]
         figures = f"E_hide {ratio(self.last.e_hide)}, at most {ratio(self.last.bound)} with this schedule"
-        return {"title": lines, "figures": figures, **arms}
+        return {"title": lines, "figures": figures, **self._arms}
 
     def result(self) -> Overlap | None:
         """The entry `overlap` of result.json."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.measure.overlap import BOTH
+from sidestream.tracking.markdown import notes, table
 
 _SHARED = (
     "device", "world_size", "expert_parallel_size", "transport", "precision", "scope", "rounds", "warmup", "shape",
@@ -64,7 +65,7 @@ def markdown(result: dict[str, Any]) -> str:
         "at most",
         "reached",
     )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows: list[Sequence[str]] = []
     for run in result["runs"]:
         cells = [
             f"`{run['schedule']}`",
@@ -76,7 +77,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"{run['bound']:.2f}",
             f"{run['reached']:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     load = [run["load_before"] for run in result["runs"]]
     facts = [
         f"Command: `{result['command']}`",
@@ -85,4 +86,4 @@ def markdown(result: dict[str, Any]) -> str:
         f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
         "Emulated: the link (throttled); with compute `sleep` also the length of attention, feed-forward and experts",
     ]
-    return "\n".join([*lines, "", *(f"* {fact}." for fact in facts)])
+    return "\n".join([*table(columns, rows), "", *notes(facts)])
