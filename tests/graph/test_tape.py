@@ -15,6 +15,7 @@ from torch import Tensor
 from sidestream.exchange.call import CallChannel, Registered, call_, wait_call_
 from sidestream.exchange.ops import Channel, new_ticket, start_, wait_
 from sidestream.graph.arena import ALIGNMENT, plan
+from sidestream.graph.program import lifetimes, needed_entries
 from sidestream.graph.tape import CaptureError, Tape, TapeBackend, observe, record
 
 ONES = torch.ones(1, dtype=torch.int64)
@@ -138,6 +139,44 @@ def test_an_exchange_is_issued_again_and_the_buffers_between_are_not_reused() ->
     assert torch.allclose(out, x * 2 + (x + 1).exp().log(), equal_nan=True)
     assert tags == ["dispatch"] * 3
     channel.close()
+
+
+def test_what_is_sent_lives_until_its_wait() -> None:
+    """A transport may read it late: its memory must not be given to the compute that hides the transfer."""
+    channel, x, out, counts = Channel(None), torch.randn(8, 4), torch.zeros(8, 4), torch.full((1,), 8)
+
+    def fn() -> None:
+        received, ticket = torch.empty(8, 4), new_ticket()
+        start_(received, x * 2, counts, counts, channel.id, ticket, "dispatch")
+        beside = (x + 1).exp()
+        wait_(received, channel.id, ticket)
+        out.copy_(received + beside)
+
+    recording = record(fn, None)
+    entries = needed_entries(recording)
+    names = [entry.name for entry in entries]
+    sent = entries[names.index("sidestream::start_")].leaves[1].storage
+    assert lifetimes(recording, entries)[sent] == (
+        names.index("sidestream::start_") - 1,
+        names.index("sidestream::wait_"),
+    )
+    channel.close()
+
+
+def test_a_draw_that_nobody_reads_still_moves_the_generator() -> None:
+    out = torch.zeros(8)
+
+    def fn() -> None:
+        torch.rand(5)
+        out.uniform_()
+
+    tape = taped(fn)
+    torch.manual_seed(3)
+    tape.replay()
+    found = out.clone()
+    torch.manual_seed(3)
+    fn()
+    assert torch.equal(found, out)
 
 
 def test_a_library_call_that_allocates_keeps_its_place() -> None:
