@@ -8,6 +8,7 @@ overlapped / serial.
 
 import argparse
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         facts = {"load_average": list(os.getloadavg()), "rounds": arguments.rounds, "threads": 1}
         record = {
             "measurement": "overlap_cost",
+            "command": shlex.join(["python", "scripts/overlap_cost.py", *arguments.overrides]),
             **environment.machine(),
             **environment.code(),
             **facts,
