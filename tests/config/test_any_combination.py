@@ -127,9 +127,7 @@ def follow(draw: Draw) -> tuple[Draw, list[str]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "count", [20, pytest.param(200, marks=pytest.mark.full), pytest.param(500, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_any_draw_is_accepted_or_advice_leads_to_one_that_is(count: int) -> None:
     seen = []
 
@@ -174,7 +172,7 @@ def test_what_is_accepted_trains(count: int, tmp_path: Path) -> None:
         folder = tmp_path / str(len(ran))
         GlobalHydra.instance().clear()  # `fit` composes on its own
         try:
-            results = fit(folder, *overrides, world=world, limit_s=60)
+            results = fit(folder, *overrides, world=world, limit_s=240)
         except AssertionError as error:
             raise AssertionError(f"python train.py {' '.join(overrides)}\n{error}") from error
         finally:
@@ -263,7 +261,7 @@ def wrong(key: Key) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [8, pytest.param(60, marks=pytest.mark.full)])
 def test_a_wrong_key_or_value_in_any_draw_is_refused_naming_the_key(count: int) -> None:
     seen = []
 

@@ -140,7 +140,7 @@ def c3_all_to_rank_0(rank: int, world: int, name: str, even: bool, budget: int) 
 @pytest.mark.parametrize(("name", "even"), STATIC)
 @pytest.mark.parametrize("budget", [4, 6, 64])
 def test_c3_a_buffer_that_is_too_small_loses_exactly_what_does_not_fit(name, even, budget):
-    first, second = ranks(2).run(c3_all_to_rank_0, name=name, even=even, budget=budget, limit_s=30)
+    first, second = ranks(2).run(c3_all_to_rank_0, name=name, even=even, budget=budget, limit_s=120)
     kept = [1.0] * min(budget, 6) + [0.0] * (6 - min(budget, 6))
     tokens = range(1, 7)
     assert first["y"] + second["y"] == [2.0 * t * k for t, k in zip(tokens, kept)]
@@ -325,7 +325,7 @@ def c6_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
     [[15, 16], [1, 0], *(pytest.param(t, marks=pytest.mark.full) for t in ([7, 7], [17, 3], [0, 0]))],
 )
 def test_c6_unequal_tokens_per_rank(name, tokens):
-    assert ranks(2).run(c6_tokens, name=name, tokens=tokens, limit_s=30) == [[], []]
+    assert ranks(2).run(c6_tokens, name=name, tokens=tokens, limit_s=120) == [[], []]
 
 
 # ---- Several plans in flight

@@ -28,7 +28,7 @@ SCHEDULES = {
 DISPATCHERS = ("alltoall", "nccl_ep", "hybrid_ep", "allgather", "deep_ep")
 
 
-def train(folder: Path, *overrides: str, factor: float = 4.0, world: int = 2, limit_s: float = 110) -> Any:
+def train(folder: Path, *overrides: str, factor: float = 4.0, world: int = 2, limit_s: float = 240) -> Any:
     return fit(
         folder, *STATEFUL, f"dispatcher.capacity_factor={factor}", *overrides, world=world, limit_s=limit_s
     )
@@ -44,7 +44,8 @@ def compare(tmp_path: Path, *overrides: str, steps: int, **options: Any) -> dict
     return counts
 
 
-# Every dispatcher and every schedule, pairwise with accumulation and world; the rest is `full`.
+# Every dispatcher and every schedule, pairwise with accumulation and world, in `make test`. `full` has every schedule with
+# every dispatcher, and each of them with both accumulations and both worlds: half of what there is.
 SAMPLED = {
     ("nccl_ep", "shortcut", 2, 2),
     ("hybrid_ep", "chunked", 1, 2),
@@ -62,6 +63,8 @@ MATRIX = [
         for accumulation in (1, 2)
         for world in (2, 1)
     )
+    if (DISPATCHERS.index(case[0]) + list(SCHEDULES).index(case[1]) + case[2] + case[3]) % 2
+    or case in SAMPLED
 ]
 
 
@@ -114,6 +117,7 @@ LONG = {
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LONG)
 def test_thirty_steps_with_a_resume_in_the_middle(name: str, tmp_path: Path) -> None:
     eager, taped, resumed = (tmp_path / each for each in ("eager", "taped", "resumed"))
@@ -122,13 +126,13 @@ def test_thirty_steps_with_a_resume_in_the_middle(name: str, tmp_path: Path) -> 
     options = [*own, *balance, "trainer.max_steps=30", "callbacks.checkpoint.every_n_steps=15"]
     stateful = [part for part in STATEFUL if not (balance and part.startswith("balance"))]
     given = [*stateful, "dispatcher.capacity_factor=4.0", *options]
-    fit(eager, *given, limit_s=110)
-    counts = fit(taped, "graph=step", *given, limit_s=110)[0]["graph"]
+    fit(eager, *given)
+    counts = fit(taped, "graph=step", *given)[0]["graph"]
     assert counts["captures"] == 1 and counts["replays"] >= 26
     assert_same_run(eager, taped)
     shutil.copytree(taped, resumed)
     shutil.rmtree(checkpoints(resumed)[-1])
-    again = fit(resumed, "graph=step", *given, f"resume={resumed}", limit_s=110)[0]["graph"]
+    again = fit(resumed, "graph=step", *given, f"resume={resumed}")[0]["graph"]
     assert again["captures"] == 1 and again["replays"] >= 10
     assert_same_run(eager, resumed)
 

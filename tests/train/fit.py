@@ -49,7 +49,7 @@ def compose_run(overrides: list[str], *, world: int) -> tuple[Any, Layout]:
 
 
 def fit(
-    folder: Path, *overrides: str, world: int = 2, limit_s: float = 90, **hooks: Any
+    folder: Path, *overrides: str, world: int = 2, limit_s: float = 240, **hooks: Any
 ) -> list[dict[str, Any]]:
     """Train; return each rank's result. `hooks` go to `train_one`."""
     cfg, layout = compose_run(list(overrides), world=world)
