@@ -44,8 +44,8 @@ def compare(tmp_path: Path, *overrides: str, steps: int, **options: Any) -> dict
     return counts
 
 
-# Every dispatcher and every schedule, pairwise with accumulation and world, in `make test`. `full` has every schedule with
-# every dispatcher, and each of them with both accumulations and both worlds: half of what there is.
+# Every dispatcher and every schedule, pairwise with accumulation and world, in `make test`. `full` has every schedule
+# with every dispatcher, and each of them with both accumulations and both worlds: half of what there is.
 SAMPLED = {
     ("nccl_ep", "shortcut", 2, 2),
     ("hybrid_ep", "chunked", 1, 2),
