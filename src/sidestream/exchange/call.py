@@ -256,6 +256,8 @@ class Call:
         backward: The reverse call, from gradients of the outputs to gradients of the inputs; None: has none.
         grads: Makes the outputs of `backward`. Their shapes after the call must be those of the inputs.
         done: Called when the reverse call has been waited for.
+        again: Places of inputs that the reverse call reads once more, behind the gradients of the outputs. Nobody
+            may write them in between.
     """
 
     def __init__(
@@ -269,11 +271,13 @@ class Call:
         backward: CallFn | None = None,
         grads: Callable[[], list[Tensor]] = list,
         done: Callable[[], None] = lambda: None,
+        again: Sequence[int] = (),
     ) -> None:
         self.forward = _OneWay(channel, tag, forward, outs)
         self.backward = None if backward is None else _OneWay(channel, f"{tag}.backward", backward, grads)
-        self.num_differentiable, self.done = num_differentiable, done
+        self.num_differentiable, self.done, self.again = num_differentiable, done, again
         self.extras: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def start(self, *ins: Tensor, extra: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Call; return the tokens to give to `finish`. `extra` inputs follow `ins` and have no gradient."""
@@ -296,6 +300,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, extra: tuple[Tensor, ...], *ins: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
+        call.kept = [ins[place].detach() for place in call.again]
         call.launch(*ins, *extra)
         # Shape of the input, no memory: see transfer.py.
         return tuple(x.new_empty(()).expand(x.shape) for x in ins)
@@ -326,4 +331,5 @@ class _Wait(torch.autograd.Function):
         call: Call = ctx.call
         assert call.backward is not None, "this call has no reverse"
         # What is still being filled goes back as the tokens' gradient.
-        return None, *call.backward.launch([grad.contiguous() for grad in grads])
+        kept, call.kept = call.kept, []
+        return None, *call.backward.launch([*(grad.contiguous() for grad in grads), *kept])

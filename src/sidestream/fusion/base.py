@@ -61,37 +61,62 @@ def _row_blocks(rows: Tensor, width: int) -> list[slice]:
     return [slice(begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size)]
 
 
-class _GatedActivation(torch.autograd.Function):
-    """`silu(gate) * up * weight`, and its gradient in as few passes over memory as it takes.
+def activate(gate_up: Tensor, row_weights: Tensor, *, out: Tensor) -> None:
+    """`silu(gate) * up * weight` into `out` `[S, F]`; `[S, 2F]`, `[S]` fp32. No gradient."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    weights = row_weights.unsqueeze(-1).to(gate_up.dtype)
+    for rows in _row_blocks(out, out.shape[1]):
+        torch.ops.aten.silu.out(gate[rows], out=out[rows])
+        out[rows].mul_(up[rows]).mul_(weights[rows])
 
-    Keeps only its inputs: the product is cheap to form again, and a buffer of rows is what an MoE layer has most of.
+
+def activate_backward(
+    gate_up: Tensor,
+    row_weights: Tensor,
+    grad: Tensor,
+    *,
+    grad_gate_up: Tensor,
+    grad_weights: Tensor,
+    out: Tensor | None = None,
+) -> None:
+    """The gradient of `activate`, in as few passes over memory as it takes.
+
+    Args:
+        gate_up, row_weights: As in the forward pass.
+        grad: Of its output, `[S, F]`.
+        grad_gate_up, grad_weights: Filled, `[S, 2F]` and `[S]` fp32.
+        out: Filled with the output of the forward pass, if there.
     """
+    gate, up = gate_up.chunk(2, dim=-1)
+    weights = row_weights.unsqueeze(-1).to(gate_up.dtype)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    for rows in _row_blocks(grad, grad.shape[1]):
+        product = F.silu(gate[rows])
+        if out is not None:
+            torch.mul(product, up[rows], out=out[rows]).mul_(weights[rows])
+        product.mul_(grad[rows])
+        torch.mul(product, weights[rows], out=grad_up[rows])
+        grad_weights[rows] = product.mul_(up[rows]).sum(dim=-1)
+        torch.mul(grad[rows], up[rows], out=product).mul_(weights[rows])
+        torch.ops.aten.silu_backward.grad_input(product, gate[rows], grad_input=grad_gate[rows])
+
+
+class _GatedActivation(torch.autograd.Function):
+    """Keeps only its inputs: the product is cheap to form again, and a buffer of rows is what a layer has most of."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, row_weights: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, row_weights)
-        gate, up = gate_up.chunk(2, dim=-1)
-        weights = row_weights.unsqueeze(-1).to(gate_up.dtype)
-        out = gate_up.new_empty(gate.shape)
-        for rows in _row_blocks(out, out.shape[1]):
-            torch.ops.aten.silu.out(gate[rows], out=out[rows])
-            out[rows].mul_(up[rows]).mul_(weights[rows])
+        out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        activate(gate_up, row_weights, out=out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         gate_up, row_weights = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        weights = row_weights.unsqueeze(-1).to(gate_up.dtype)
         grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.empty_like(row_weights)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        for rows in _row_blocks(grad, grad.shape[1]):
-            product = F.silu(gate[rows]).mul_(grad[rows])
-            torch.mul(product, weights[rows], out=grad_up[rows])
-            grad_weights[rows] = product.mul_(up[rows]).sum(dim=-1)
-            torch.mul(grad[rows], up[rows], out=product).mul_(weights[rows])
-            torch.ops.aten.silu_backward.grad_input(product, gate[rows], grad_input=grad_gate[rows])
+        activate_backward(gate_up, row_weights, grad, grad_gate_up=grad_gate_up, grad_weights=grad_weights)
         return grad_gate_up, grad_weights
 
 

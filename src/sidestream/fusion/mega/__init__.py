@@ -1,0 +1,1 @@
+"""`fusion=mega`: dispatch, experts and combine in one operation."""

@@ -1,0 +1,528 @@
+"""`fusion.library=windows`: ranks of one host read each other's rows where they lie. No collective, nothing is packed.
+
+    forward, step n                                   backward, step m
+    x, ids, weights into my window; READY = n         dy into my window; READY = m
+    wait for every rank's READY                       wait for every rank's READY
+    order the routes that come to my experts
+    for each expert, tile by tile:                    for each expert:
+        rows    = gather(every window's x)                dy_rows = gather(every window's dy)
+        gate_up = rows @ w_gate_up                        d_act   = dy_rows @ w_down^T
+        act     = silu(gate) * up * weight                d_gate_up, d_weight, act
+        rows of my window = act @ w_down                  dw_down = act^T @ dy_rows
+    DONE = n                                              rows of my window = d_gate_up @ w_gate_up^T
+    wait for every rank's DONE                            dw_gate_up = gather(x)^T @ d_gate_up
+    y = sum over k of rows in every window            DONE = m; wait; dx = sum over k, d_weights = gather
+    RELEASED = n                                      RELEASED = m
+
+Three flags per rank instead of collectives. A window has two result areas, used in turn: step n may write when every
+rank has RELEASED n - 2. x stays in the window, in a slot of its own, until the backward that gathers it again: that is
+why nobody keeps gathered rows. A slot may be written again when every rank has released the last step that read it.
+
+The sums are the owner's, in the order of K, in fp32: no atomic sum, the same bits every time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from sidestream.dispatch.base import DispatchSpec, receive_budget
+from sidestream.fusion.base import activate, activate_backward
+from sidestream.fusion.mega.memory import PAGE, Windows
+
+READY, DONE, RELEASED = 0, 1, 2
+_RING = 4  # steps whose slot and number of tokens can be looked up; two are under way at most
+_NUM_FLAGS = 3 + 2 * _RING
+_MAX_SLOTS = 1024  # plans that wait for their backward; addresses, not memory
+TILE = 512  # rows of an expert that are carried through both products while they are in the cache
+
+
+@dataclass(frozen=True)
+class _Areas:
+    """Byte offsets in a window. Everything begins at a multiple of a row and of a page.
+
+    Attributes:
+        zero: A row that nobody ever writes.
+        rows, grad, row_grads, places: In the result area: rows of the local experts, dy, gradients of the row
+            weights, the slot of every rank's every route.
+        ids, weights: In a slot, behind x.
+    """
+
+    zero: int
+    area: int
+    area_size: int
+    rows: int
+    grad: int
+    row_grads: int
+    places: int
+    slot: int
+    slot_size: int
+    ids: int
+    weights: int
+    size: int
+
+    @staticmethod
+    def of(spec: DispatchSpec, *, num_ranks: int) -> _Areas:
+        row = spec.hidden_size * spec.dtype.itemsize
+        unit = math.lcm(row, PAGE)
+        routes = spec.max_tokens * spec.top_k
+
+        def room(size: int) -> int:
+            return -(-max(1, size) // unit) * unit
+
+        most = most_rows(spec, num_ranks=num_ranks)
+        zero = room((_NUM_FLAGS + 2) * 64)
+        rows = 0
+        grad = rows + room(most * row)
+        row_grads = grad + room(spec.max_tokens * row)
+        places = row_grads + room(most * 4)
+        area_size = places + room(num_ranks * routes * 4)
+        ids = room(spec.max_tokens * row)
+        weights = ids + room(routes * 4)
+        slot_size = weights + room(routes * 4)
+        area = zero + unit
+        slot = area + 2 * area_size
+        size = slot + _MAX_SLOTS * slot_size
+        return _Areas(
+            *(zero, area, area_size, rows, grad, row_grads, places, slot, slot_size, ids, weights, size)
+        )
+
+
+def most_rows(spec: DispatchSpec, *, num_ranks: int) -> int:
+    """Rows that can come to a rank at worst, padding included."""
+    local = spec.num_experts // num_ranks
+    return num_ranks * spec.max_tokens * min(spec.top_k, local) + local * (spec.alignment - 1)
+
+
+@dataclass
+class _Order:
+    """The routes that come to this rank, expert-major.
+
+    Attributes:
+        ends: Ends of the experts' segments.
+        rows: `[S]` where each slot's token lies, as a row over all windows; padding: the row of zeros.
+        weights: `[S]` fp32.
+        own: Where the rows of this rank's own tokens lie, as `embedding_bag` takes it: index, ends of the bags.
+        own_places: The same as `[T, K]` places in all windows' row gradients; a zero where there is none.
+    """
+
+    ends: list[int]
+    rows: Tensor
+    weights: Tensor
+    own: tuple[Tensor, Tensor | None] = (torch.empty(0), None)
+    own_places: Tensor | None = None
+
+
+class WindowsLibrary:
+    """See the module. For CPUs.
+
+    Attributes:
+        budget: Rows of the result area that are used; None: as many as come.
+    """
+
+    name = "windows"
+    transport = "shared_memory"
+    budget: int | None = None
+    again = (2, 3)
+    fuses_shared = False
+
+    def wire(
+        self, *, group: dist.ProcessGroup | None, spec: DispatchSpec, capacity_factor: float | None
+    ) -> None:
+        if group is not None and dist.get_world_size(group) == 1:
+            group = None
+        ranks = 1 if group is None else dist.get_world_size(group)
+        self.spec, self.num_ranks = spec, ranks
+        self.num_local = spec.num_experts // ranks
+        if capacity_factor is not None:
+            self.budget = receive_budget(capacity_factor, spec, alignment=spec.alignment)
+        self.areas = areas = _Areas.of(spec, num_ranks=ranks)
+        timeout_s = 600.0 if group is None else timeout_of(group)
+        self.windows = windows = Windows(group, size=areas.size, num_flags=_NUM_FLAGS, timeout_s=timeout_s)
+        self.rank = windows.rank
+        self.first = self.rank * self.num_local
+        self.table = windows.tensor(spec.dtype).view(-1, spec.hidden_size)  # every row of every window
+        self.floats = windows.tensor(torch.float32)
+        self.ints = windows.tensor(torch.int32).numpy()
+        self.step = 0
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._last_read: dict[int, int] = {}  # slot -> the last step in which it is read
+        self._bytes = self._metadata_bytes = 0
+        self._buffers: dict[str, Tensor] = {}
+
+    def plan(self, *, layer: int, keep: bool, recompute: bool) -> WindowsPlan:
+        return WindowsPlan(self, layer=layer, keep=keep, recompute=recompute)
+
+    def resize(self, budget: int) -> None:
+        self.budget = -(-budget // 64) * 64  # the addresses are there
+
+    def bytes_sent(self) -> int:
+        return self._bytes
+
+    def metadata_bytes_sent(self) -> int:
+        return self._metadata_bytes
+
+    def close(self) -> None:
+        for name in ("table", "floats", "ints"):
+            delattr(self, name)
+        self.windows.close()
+
+    # Steps
+
+    def begin(self) -> int:
+        """Number of the next step; its result area is free."""
+        self.step += 1
+        for rank in range(self.num_ranks):
+            self.windows.wait(rank, RELEASED, self.step - 2)
+        return self.step
+
+    def ready(self) -> None:
+        """What the others read is there; wait for theirs."""
+        self.windows.signal(READY, self.step)
+        for rank in range(self.num_ranks):
+            self.windows.wait(rank, READY, self.step)
+
+    def done(self) -> None:
+        """The rows are there; wait for those of the others."""
+        self.windows.signal(DONE, self.step)
+        for rank in range(self.num_ranks):
+            self.windows.wait(rank, DONE, self.step)
+
+    def release(self) -> None:
+        """Nothing of others is read any more in this step."""
+        self.windows.signal(RELEASED, self.step)
+
+    # Places
+
+    def area(self, rank: int) -> int:
+        """Byte offset of the step's result area, over all windows."""
+        return rank * self.areas.size + self.areas.area + (self.step % 2) * self.areas.area_size
+
+    def rows_at(self, offset: int, count: int) -> Tensor:
+        """`[count, H]` at a byte offset over all windows."""
+        begin = offset // (self.spec.hidden_size * self.spec.dtype.itemsize)
+        return self.table[begin : begin + count]
+
+    def row_index(self, offset: int) -> int:
+        """A byte offset as a row of the table."""
+        return offset // (self.spec.hidden_size * self.spec.dtype.itemsize)
+
+    def buffer(self, name: str, rows: int, width: int) -> Tensor:
+        """Memory that lasts from step to step, `[rows, width]`."""
+        kept = self._buffers.get(name)
+        if kept is None or kept.numel() < rows * width:
+            kept = self._buffers[name] = torch.empty(rows * width, dtype=self.spec.dtype)
+        return kept[: rows * width].view(rows, width)
+
+    # Slots
+
+    def take_slot(self) -> int:
+        """A slot for x that nobody reads any more: of the free ones the first, so that few are ever touched."""
+        if not self._free:
+            if self._num_slots == _MAX_SLOTS:
+                raise RuntimeError(f"fusion=mega: {_MAX_SLOTS} forward passes wait for their backward")
+            heapq.heappush(self._free, self._num_slots)
+            self._num_slots += 1
+        slot = heapq.heappop(self._free)
+        for rank in range(self.num_ranks):
+            self.windows.wait(rank, RELEASED, self._last_read.get(slot, 0))
+        return slot
+
+    def give_slot(self, slot: int, *, last_read: int) -> None:
+        """Back to the free ones, once every rank has released a step."""
+        self._last_read[slot] = last_read
+        heapq.heappush(self._free, slot)
+
+    def tokens_and_slot(self, rank: int) -> tuple[int, int]:
+        """Tokens of a rank in this step, byte offset of its slot over all windows."""
+        entry = 3 + 2 * (self.step % _RING)
+        windows, areas = self.windows, self.areas
+        tokens, slot = windows.value(rank, entry), windows.value(rank, entry + 1)
+        return tokens, rank * areas.size + areas.slot + slot * areas.slot_size
+
+    def announce(self, tokens: int, slot: int) -> int:
+        """Say where this step's tokens lie; the byte offset of the slot over all windows."""
+        entry = 3 + 2 * (self.step % _RING)
+        self.windows.signal(entry, tokens)
+        self.windows.signal(entry + 1, slot)
+        return self.tokens_and_slot(self.rank)[1]
+
+
+class WindowsPlan:
+    """One routing in the windows."""
+
+    def __init__(self, library: WindowsLibrary, *, layer: int, keep: bool, recompute: bool) -> None:
+        self.library, self.layer, self.keep, self.recompute = library, layer, keep, recompute
+        self._slot: list[tuple[int, int]] = []  # at most one, and the last step in which it is read
+        self.order: _Order | None = None
+        self.gate_up: Tensor | None = None
+        # A forward whose backward never comes gives its slot back when it is forgotten.
+        weakref.finalize(self, _return, weakref.ref(library), self._slot).atexit = False
+
+    @torch.no_grad()
+    def forward(self, outs: list[Tensor], ins: list[Tensor]) -> None:
+        """See `FusedPlan`."""
+        try:
+            self._forward(outs, ins)
+        except BaseException:
+            self.library.windows.fail()
+            raise
+
+    @torch.no_grad()
+    def backward(self, outs: list[Tensor], ins: list[Tensor]) -> None:
+        """See `FusedPlan`."""
+        try:
+            self._backward(outs, ins)
+        except BaseException:
+            self.library.windows.fail()
+            raise
+
+    def _forward(self, outs: list[Tensor], ins: list[Tensor]) -> None:
+        lib = self.library
+        (y, needed, dropped), (x, weights, w_gate_up, w_down, ids) = outs, ins
+        self._forget()  # of an attempt whose backward never came
+        lib.begin()
+        slot = lib.take_slot()
+        self._slot.append((slot, lib.step))
+        at = lib.announce(x.shape[0], slot)
+        lib.rows_at(at, x.shape[0]).copy_(x)
+        own_ids = ids.reshape(-1).to(torch.int32).numpy()
+        put(lib.ints, at + lib.areas.ids, own_ids)
+        begin = (at + lib.areas.weights) // 4
+        lib.floats[begin : begin + weights.numel()].copy_(weights.reshape(-1))
+        lib.ready()
+
+        self.order = order = self._sort(needed, dropped)
+        slots, width = order.rows.numel(), w_gate_up.shape[2] // 2
+        rows = lib.rows_at(lib.area(lib.rank) + lib.areas.rows, slots)
+        self.gate_up = torch.empty(slots, 2 * width, dtype=x.dtype) if self._keeps else None
+        for expert, begin, end in tiles(order.ends, TILE):
+            part = slice(begin, end)
+            tokens = lib.buffer("tokens", end - begin, x.shape[1])
+            torch.index_select(lib.table, 0, order.rows[part], out=tokens)
+            gate_up = (
+                lib.buffer("gate_up", end - begin, 2 * width) if self.gate_up is None else self.gate_up[part]
+            )
+            torch.mm(tokens, w_gate_up[expert], out=gate_up)
+            act = lib.buffer("act", end - begin, width)
+            activate(gate_up, order.weights[part], out=act)
+            torch.mm(act, w_down[expert], out=rows[part])
+        lib.done()
+
+        self._find_own(order, own_ids, top_k=ids.shape[1])
+        y.copy_(self._combine(order, num_tokens=x.shape[0]))
+        lib.release()
+        if not self.keep:
+            self._forget()
+
+    @property
+    def _keeps(self) -> bool:
+        return self.keep and not self.recompute
+
+    def _backward(self, outs: list[Tensor], ins: list[Tensor]) -> None:
+        lib, order = self.library, self.order
+        assert order is not None, "backward before forward"
+        (dx, d_weights, dw_gate_up, dw_down), (dy, w_gate_up, w_down) = outs, ins
+        lib.begin()
+        area = lib.area(lib.rank)
+        lib.rows_at(area + lib.areas.grad, dy.shape[0]).copy_(dy)
+        lib.ready()
+
+        # dy lies in the windows as x does, but elsewhere.
+        slots, hidden, width = order.rows.numel(), dy.shape[1], w_down.shape[1]
+        grad_rows = self._rows_of_grad()
+        rows = lib.rows_at(area + lib.areas.rows, slots)
+        begin = (area + lib.areas.row_grads) // 4
+        row_grads = lib.floats[begin : begin + slots]
+        for expert, begin, end in segments(order.ends):
+            if begin == end:
+                dw_gate_up[expert].zero_()
+                dw_down[expert].zero_()
+                continue
+            part, count = slice(begin, end), end - begin
+            grad, tokens = lib.buffer("tokens", count, hidden), lib.buffer("grad", count, hidden)
+            act, d_act = lib.buffer("act", count, width), lib.buffer("d_act", count, width)
+            d_gate_up = lib.buffer("gate_up", count, 2 * width)
+            torch.index_select(lib.table, 0, order.rows[part], out=tokens)
+            torch.index_select(lib.table, 0, grad_rows[part], out=grad)
+            torch.mm(grad, w_down[expert].t(), out=d_act)
+            gate_up = tokens @ w_gate_up[expert] if self.gate_up is None else self.gate_up[part]
+            activate_backward(
+                gate_up,
+                order.weights[part],
+                d_act,
+                grad_gate_up=d_gate_up,
+                grad_weights=row_grads[part],
+                out=act,
+            )
+            torch.mm(d_gate_up, w_gate_up[expert].t(), out=rows[part])
+            torch.mm(act.t(), grad, out=dw_down[expert])
+            torch.mm(tokens.t(), d_gate_up, out=dw_gate_up[expert])
+        lib.done()
+
+        dx.copy_(self._combine(order, num_tokens=dx.shape[0]))
+        self._weight_gradient(order, d_weights)
+        lib.release()
+        self._forget()
+
+    def _sort(self, needed: Tensor, dropped: Tensor) -> _Order:
+        """Order the routes that come to this rank, and say where each has gone."""
+        lib, top_k = self.library, self.library.spec.top_k
+        found = [lib.tokens_and_slot(rank) for rank in range(lib.num_ranks)]
+        ids = np.concatenate([take(lib.ints, at + lib.areas.ids, tokens * top_k) for tokens, at in found])
+        local = ids - lib.first
+        routes = np.flatnonzero((local >= 0) & (local < lib.num_local))
+        experts = local[routes].astype(np.int16)
+        by_expert = np.argsort(experts, kind="stable")
+        routes, experts = routes[by_expert], experts[by_expert]
+
+        counts = np.bincount(experts, minlength=lib.num_local)
+        align = lib.spec.alignment
+        padded = -(-counts // align) * align
+        ends = padded.cumsum()
+        slots = np.arange(routes.size) + np.repeat((ends - padded) - (counts.cumsum() - counts), counts)
+        room = int(ends[-1]) if lib.budget is None else min(lib.budget, int(ends[-1]))
+        fits = slots < room
+        needed[self.layer] = max(int(needed[self.layer]), int(ends[-1]))
+        if not fits.all():
+            dropped[self.layer] += int((~fits).sum())
+            routes, slots, ends = routes[fits], slots[fits], ends.clip(max=room)
+
+        # Where each route's token and weight lie.
+        numbers = [np.arange(tokens * top_k) for tokens, _ in found]
+        row_of = np.concatenate([lib.row_index(at) + n // top_k for (_, at), n in zip(found, numbers)])
+        weight_of = np.concatenate([(at + lib.areas.weights) // 4 + n for (_, at), n in zip(found, numbers)])
+        rows = np.full(room, lib.row_index(lib.areas.zero))
+        places = np.full(room, lib.areas.zero // 4)
+        rows[slots], places[slots] = row_of[routes], weight_of[routes]
+        answer = np.full(ids.size, -1, dtype=np.int32)
+        answer[routes] = slots
+        put(lib.ints, lib.area(lib.rank) + lib.areas.places, answer)
+
+        mine = lib.row_index(lib.areas.size) * lib.rank
+        away = (rows < mine) | (rows >= mine + lib.row_index(lib.areas.size))
+        row_bytes = lib.spec.hidden_size * lib.spec.dtype.itemsize
+        self._away = (
+            int(away.sum()) * row_bytes
+        )  # padding reads the first window's zeros: a few rows too many
+        lib._bytes += self._away
+        self._begins = np.cumsum([0, *(tokens * top_k for tokens, _ in found)])
+        self._firsts = [lib.row_index(at) for _, at in found]
+        weights = lib.floats.index_select(0, torch.from_numpy(places))
+        return _Order(ends.tolist(), torch.from_numpy(rows), weights)
+
+    def _rows_of_grad(self) -> Tensor:
+        """`[S]`: where each slot's row of dy lies."""
+        lib, order = self.library, self.order
+        assert order is not None
+        stride = lib.row_index(lib.areas.size)
+        shift = np.array(
+            [
+                lib.row_index(lib.area(rank) + lib.areas.grad) - first
+                for rank, first in enumerate(self._firsts)
+            ]
+        )
+        rows = order.rows.numpy()
+        zero = lib.row_index(lib.areas.zero)
+        return torch.from_numpy(np.where(rows == zero, zero, rows + shift[rows // stride]))
+
+    def _find_own(self, order: _Order, ids: Any, *, top_k: int) -> None:
+        """Where the rows of this rank's tokens lie in the result areas."""
+        lib = self.library
+        owner = ids // lib.num_local  # -1: none
+        begin, count = int(self._begins[lib.rank]), ids.size
+        places = np.stack(
+            [
+                take(lib.ints, lib.area(rank) + lib.areas.places + 4 * begin, count)
+                for rank in range(lib.num_ranks)
+            ]
+        )
+        slots = places[owner, np.arange(count)]
+        there = (ids >= 0) & (slots >= 0)
+        stride, area = lib.row_index(lib.areas.size), lib.row_index(lib.area(0) + lib.areas.rows)
+        rows = owner.astype(np.int64) * stride + slots + area
+        self._parity = lib.step % 2
+        if there.all():
+            order.own = torch.from_numpy(rows).view(-1, top_k), None
+        else:
+            ends = np.concatenate([[0], there.reshape(-1, top_k).sum(1).cumsum()])
+            order.own = torch.from_numpy(rows[there]), torch.from_numpy(ends)
+        at = owner.astype(np.int64) * (lib.areas.size // 4) + slots
+        order.own_places = torch.from_numpy(np.where(there, at, -1)).view(-1, top_k)
+        lib._metadata_bytes += 4 * count * (lib.num_ranks - 1)
+
+    def _combine(self, order: _Order, *, num_tokens: int) -> Tensor:
+        """`[T, H]`: the rows of each token in every window, summed over k."""
+        lib = self.library
+        index, ends = order.own
+        if lib.step % 2 != self._parity:  # the other result area
+            shift = lib.row_index(lib.areas.area_size) * (1 if lib.step % 2 else -1)
+            index = index + shift
+        if num_tokens == 0:
+            return lib.table.new_empty(0, lib.table.shape[1])
+        if ends is None:
+            return F.embedding_bag(index, lib.table, mode="sum")
+        if index.numel() == 0:
+            return lib.table.new_zeros(num_tokens, lib.table.shape[1])
+        return F.embedding_bag(index, lib.table, ends, mode="sum", include_last_offset=True)
+
+    def _weight_gradient(self, order: _Order, out: Tensor) -> None:
+        lib, places = self.library, order.own_places
+        assert places is not None
+        base = (lib.area(0) + lib.areas.row_grads) // 4
+        index = torch.where(places < 0, lib.areas.zero // 4, places + base)
+        torch.index_select(lib.floats, 0, index.view(-1), out=out.view(-1))
+
+    def _forget(self) -> None:
+        """The plan's slot may be used again once every rank has released this step."""
+        if self._slot:
+            slot, _ = self._slot.pop()
+            self.library.give_slot(slot, last_read=self.library.step)
+        self.gate_up = None
+
+
+def _return(library: Any, held: list[tuple[int, int]]) -> None:
+    alive = library()
+    if alive is not None and held:
+        slot, step = held.pop()
+        alive.give_slot(slot, last_read=step)
+
+
+def put(ints: Any, offset: int, values: Any) -> None:
+    """Write 32-bit integers at a byte offset."""
+    ints[offset // 4 : offset // 4 + values.size] = values
+
+
+def take(ints: Any, offset: int, count: int) -> Any:
+    """Read 32-bit integers at a byte offset; a view."""
+    return ints[offset // 4 : offset // 4 + count]
+
+
+def segments(ends: list[int]) -> list[tuple[int, int, int]]:
+    """(expert, begin, end) of each."""
+    return [(expert, begin, end) for expert, (begin, end) in enumerate(zip([0, *ends], ends))]
+
+
+def tiles(ends: list[int], rows: int) -> list[tuple[int, int, int]]:
+    """The same, cut into pieces of that many rows."""
+    return [
+        (expert, start, min(start + rows, end))
+        for expert, begin, end in segments(ends)
+        for start in range(begin, end, rows)
+    ]
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of the group may take."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return float(backend.options._timeout.total_seconds())
