@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 
 from sidestream.config.errors import ConfigError
 from sidestream.convert.initial import load_before_sharding
+from sidestream.dispatch.local import LocalDispatcher
+from sidestream.fusion.base import fused_of
+from sidestream.fusion.grouped import GroupedExperts
 from sidestream.model.config import MLAShape, ModelShape
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.assemble import assemble
@@ -71,6 +74,21 @@ def tokens_per_plan(schedule: Any, num_sequences: int, seq_length: int, padding:
     return num_sequences * seq_length + padding
 
 
+def make_movers(cfg: DictConfig, *, exact: bool = False) -> tuple[Any, Any]:
+    """The dispatcher and the experts' fusion; one object twice where one operation does both (`fusion=mega`).
+
+    Args:
+        cfg: The root config.
+        exact: See `model_builder`.
+    """
+    # On one rank nothing travels, and a library may not even run there.
+    fusion = make(cfg.fusion)
+    if fused_of(fusion) is not None:
+        return (LocalDispatcher(), GroupedExperts()) if exact else (fusion, fusion)
+    plain = {"capacity_factor": None, "transport": "torch"} if exact else {}
+    return make(cfg.dispatcher, **{name: v for name, v in plain.items() if name in cfg.dispatcher}), fusion
+
+
 def initial_weights(cfg: DictConfig) -> Path | None:
     """The folder to start from; None if there is none, or if a checkpoint of the run takes its place."""
     value = cfg.get("initial_weights")
@@ -93,15 +111,8 @@ def model_builder(
     dtype, compute_dtype = PRECISIONS[cfg.trainer.precision]
     shape = model_shape(cfg, vocab_size=vocab_size)
     router, balance = make(cfg.router), make(cfg.balance)
-    # On one rank nothing travels, and a library may not even run there.
-    plain = {"capacity_factor": None, "transport": "torch"} if exact else {}
-    eager = {name: value for name, value in plain.items() if name in cfg.dispatcher}
-    dispatcher, fusion, schedule, link = (
-        make(cfg.dispatcher, **eager),
-        make(cfg.fusion),
-        make(cfg.overlap),
-        make(cfg.link),
-    )
+    dispatcher, fusion = make_movers(cfg, exact=exact)
+    schedule, link = make(cfg.overlap), make(cfg.link)
 
     padding = padding_rows(cfg, num_sequences * cfg.data.seq_length) if num_sequences else 0
 

@@ -15,6 +15,7 @@ from sidestream.config.data_files import check_data
 from sidestream.config.devices import count_gpus
 from sidestream.config.dispatch_check import check_dispatch
 from sidestream.config.errors import ConfigError
+from sidestream.config.fusion_check import check_fusion
 from sidestream.config.graph_check import check_graph
 from sidestream.config.keys import check_keys
 from sidestream.config.measure_check import check_measure
@@ -84,6 +85,7 @@ def check(
         accumulation=accumulation,
         device_type=device_type,
     )
+    check_fusion(cfg, layout)
     check_dispatch(cfg, layout)
     check_overlap(cfg, layout)
     check_graph(cfg, layout)

@@ -131,6 +131,13 @@ class Experts(Component):
 
 
 @dataclass
+class MegaExperts(Experts):
+    library: str = one_of("auto", "windows", "triton", "mok")
+    capacity_factor: float | None = key(above=0.0)
+    on_overflow: str = one_of("replay", "drop", "error")
+
+
+@dataclass
 class NoOverlap(Component):
     enabled: bool = True
 
@@ -396,6 +403,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "router": {"softmax": TopKRouter},
     "balance": {"aux_loss": AuxLoss, "bias": ExpertBias, "quantile": QuantileBalance, "none": Balance},
     "dispatcher": {
+        "none": Component,
         "local": Component,
         "alltoall": Dispatcher,
         "allgather": Dispatcher,
@@ -403,7 +411,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "deep_ep": LibraryDispatcher,
         "hybrid_ep": LibraryDispatcher,
     },
-    "fusion": {"loop": Experts, "grouped": Experts},
+    "fusion": {"loop": Experts, "grouped": Experts, "mega": MegaExperts},
     "overlap": {
         "none": NoOverlap,
         "shared_expert": Overlap,

@@ -9,6 +9,7 @@ Legend: S slots, H features, F expert width, L local experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sidestream.dispatch.base import Received
+from sidestream.dispatch.base import Pending, Received, Routing
 
 
 class Fusion(Protocol):
@@ -37,6 +38,24 @@ class Fusion(Protocol):
             `[S, H]`; rows past the last offset are undefined, and so is their gradient in both directions.
         """
         ...
+
+
+class Fused(Protocol):
+    """A fusion that does the whole routed path in one operation. It is its own dispatcher, see `mega.fused`."""
+
+    fuses_shared: bool
+    replaces_dispatcher: bool
+
+    def start(
+        self, x: Tensor, routing: Routing, weights: Sequence[Tensor], *, layer: int, recompute: bool
+    ) -> Pending[Tensor]:
+        """Start the routed path of `x` `[T, H]`; what is returned waits for `[T, H]`."""
+        ...
+
+
+def fused_of(fusion: Any) -> Any:
+    """The fusion, if it does the whole routed path and takes the dispatcher's place; else None."""
+    return fusion if getattr(fusion, "replaces_dispatcher", False) else None
 
 
 def resolve_alignment(alignment: int | Literal["auto"], *, dtype: torch.dtype, device_type: str) -> int:

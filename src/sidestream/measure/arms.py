@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from sidestream.build import make, model_shape
+from sidestream.build import make, make_movers, model_shape
 from sidestream.dispatch.base import Dispatcher, DispatchSpec
 from sidestream.exchange.link import NativeLink
-from sidestream.fusion.base import resolve_alignment
+from sidestream.fusion.base import fused_of, resolve_alignment
 from sidestream.launch import entry
 from sidestream.measure.problem import Weights
 from sidestream.measure.shapes import LayerShape
@@ -117,7 +117,7 @@ def sidestream_arm(
         ValueError: The combination cannot run on this group.
     """
     cfg = compose_layer(conf, shape, name)
-    dispatcher, fusion = make(cfg.dispatcher), make(cfg.fusion)
+    dispatcher, fusion = make_movers(cfg)
     alignment = resolve_alignment(fusion.alignment, dtype=dtype, device_type="cpu")
     spec = DispatchSpec(
         num_experts=shape.num_experts,
@@ -134,6 +134,7 @@ def sidestream_arm(
         dispatcher=dispatcher,
         fusion=fusion,
         expert_range=weights.expert_range,
+        fused=fused_of(fusion),
     )
     ledger = Ledger(counts=torch.zeros(1, shape.num_experts, dtype=torch.int64))
     layer = MoE(model_shape(cfg, vocab_size=256), parts, layer=0, ledger=ledger).to(dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sidestream.dispatch.base import Dispatcher, Received, Routing
-from sidestream.fusion.base import Fusion
+from sidestream.fusion.base import Fused, Fusion
 from sidestream.fusion.late import Late
 from sidestream.model.config import ModelShape
 from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import GatedSwiGLU, SwiGLU, run
 from sidestream.model.ledger import Ledger
-from sidestream.overlap.path import RoutedPath
+from sidestream.overlap.path import FusedPath, Path, RoutedPath
 from sidestream.routing.balance import Balance
 from sidestream.routing.router import Decision, Router, joined
 from sidestream.routing.scores import jitter, z_loss
@@ -42,6 +43,7 @@ class MoEParts:
     Attributes:
         expert_range: First and past-the-last global id of this rank's experts.
         tokens_per_plan: No plan of the dispatcher has more tokens.
+        fused: Does the whole routed path in one operation; then it is the dispatcher and the fusion, too.
     """
 
     router: Router
@@ -50,6 +52,7 @@ class MoEParts:
     fusion: Fusion
     expert_range: tuple[int, int]
     tokens_per_plan: int = 0
+    fused: Fused | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,16 @@ class Experts(nn.Module):
     def forward(self, received: Received, late: LateWeights | None = None) -> Tensor:
         """Rows `[S, H]` -> `[S, H]` in the dtype of the rows."""
         if late is None:
-            dtype = received.rows.dtype
-            arguments: tuple[Any, ...] = (local(self.w_gate_up).to(dtype), local(self.w_down).to(dtype))
+            arguments: tuple[Any, ...] = self.weights(received.rows.dtype)
         else:
             arguments = (*late.weights, late.gradients)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.fusion, received, *arguments, use_reentrant=False)
         return self.fusion(received, *arguments)
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Gate-up and down weights of the local experts."""
+        return local(self.w_gate_up).to(dtype), local(self.w_down).to(dtype)
 
     def late_weights(self, dtype: torch.dtype) -> LateWeights:
         """The weights as `forward` takes them to compute their gradients late, see `fusion.late`.
@@ -181,7 +187,7 @@ class MoE(nn.Module):
         serial: bool = False,
         delay_wgrad: bool = False,
         avoid: Tensor | None = None,
-    ) -> RoutedPath:
+    ) -> Path:
         """Route `x` `[B, S, H]` and return the path, nothing of which has started but the exchange of counts.
 
         Args:
@@ -210,8 +216,10 @@ class MoE(nn.Module):
             x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
         return Routed(x_TH, decision, logits_TE, x.shape[1])
 
-    def path(self, routed: Routed, *, serial: bool = False, delay_wgrad: bool = False) -> RoutedPath:
+    def path(self, routed: Routed, *, serial: bool = False, delay_wgrad: bool = False) -> Path:
         """The path of a decision."""
+        if self.parts.fused is not None:
+            return self._fused_path(self.parts.fused, routed, serial=serial)
         return RoutedPath(
             routed.x_TH,
             routed.decision.routing,
@@ -221,6 +229,20 @@ class MoE(nn.Module):
             serial=serial,
             delay_wgrad=delay_wgrad,
         )
+
+    def _fused_path(self, fused: Fused, routed: Routed, *, serial: bool) -> FusedPath:
+        weights, dtype = self.experts.weights(routed.x_TH.dtype), routed.x_TH.dtype
+        if fused.fuses_shared:
+            assert self.shared_expert is not None
+            weights += tuple(local(w).to(dtype) for w in self.shared_expert.parameters())
+        begin = partial(
+            fused.start,
+            routing=routed.decision.routing,
+            weights=weights,
+            layer=self.layer,
+            recompute=self.experts.recompute,
+        )
+        return FusedPath(routed.x_TH, routed.decision.routing, begin=begin, serial=serial)
 
     def report(self, *parts: Routed) -> None:
         """Write into the ledger what balancing and metrics need, of the parts of one micro-batch together."""
@@ -242,8 +264,8 @@ class MoE(nn.Module):
                 ledger.aux.append(aux)
 
     def shared(self, x: Tensor) -> Tensor:
-        """The shared experts on `x` `[B, S, H]`; zeros if there are none."""
-        if self.shared_expert is None:
+        """The shared experts on `x` `[B, S, H]`; zeros if there are none, or where the routed path computes them."""
+        if self.shared_expert is None or (self.parts.fused is not None and self.parts.fused.fuses_shared):
             return torch.zeros_like(x)
         return run(self.shared_expert, x, recompute=self.recompute)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from sidestream.overlap.path import RoutedPath
+from sidestream.overlap.path import Path
 
 if TYPE_CHECKING:
     from sidestream.model.block import MoEUnit
@@ -46,7 +46,7 @@ class Overlap:
         """The routed experts read inside the dense block in front of an MoE block."""
         return False
 
-    def path(self, unit: MoEUnit, routed: Routed, *, measured: bool = False) -> RoutedPath:
+    def path(self, unit: MoEUnit, routed: Routed, *, measured: bool = False) -> Path:
         """The path of a decision of `unit.moe.route`; `measured`: serial, so that its parts can be timed."""
         serial = measured or not self.enabled
         return unit.moe.path(routed, serial=serial, delay_wgrad=self.delay_wgrad)

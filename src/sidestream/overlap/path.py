@@ -1,7 +1,11 @@
-"""The routed path of an MoE layer as stages with a start and a finish. Schedules use nothing else."""
+"""The routed path of an MoE layer as stages with a start and a finish. Schedules use nothing else.
+
+A fused path has the same stages, all in one operation: it begins with the first and ends with the last.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +37,31 @@ class RoutedExperts(Protocol):
     def late_weights(self, dtype: torch.dtype) -> Any:
         """What to give to the call so that weight gradients are computed later than the rows' gradient."""
         ...
+
+
+class Path(Protocol):
+    """What a schedule does with a path, in this order; between any two of them it may compute."""
+
+    def start(self, stage: str) -> None:
+        """Start a transfer stage: `dispatch`, and later `combine`."""
+        ...
+
+    def finish(self, stage: str) -> Any:
+        """Wait for a started stage and return its result; after `combine` that is the routed output `[T, H]`."""
+        ...
+
+    def run(self, stage: str) -> None:
+        """Run a compute stage: `experts`."""
+        ...
+
+
+_ORDER = (
+    ("start", "dispatch"),
+    ("finish", "dispatch"),
+    ("run", "experts"),
+    ("start", "combine"),
+    ("finish", "combine"),
+)
 
 
 class RoutedPath:
@@ -111,3 +140,46 @@ class RoutedPath:
             self._experts(self._value, self._late) if self._delay_wgrad else self._experts(self._value)
         )
         self._next += 1
+
+
+class FusedPath:
+    """Dispatch, experts, combine of one routing as one operation: `fusion=mega`.
+
+    Args:
+        x, routing, serial: As for `RoutedPath`.
+        begin: Starts the operation on `[T, H]` rows.
+    """
+
+    def __init__(
+        self, x: Tensor, routing: Routing, *, begin: Callable[[Tensor], Pending[Tensor]], serial: bool = False
+    ) -> None:
+        self._begin, self._serial = begin, serial
+        self._num_tokens, extra = x.shape[0], routing.expert_ids.shape[0] - x.shape[0]
+        self._value = F.pad(x, (0, 0, 0, extra)) if extra else x
+        self._pending: Pending[Tensor] | None = None
+        self._next = 0
+
+    def _step(self, what: str, stage: str) -> None:
+        assert (what, stage) == _ORDER[self._next], f"{what} {stage} out of order"
+        self._next += 1
+
+    def start(self, stage: str) -> None:
+        """Dispatch starts everything."""
+        self._step("start", stage)
+        if stage == "dispatch":
+            self._pending = self._begin(self._value)
+            if self._serial:
+                self._value = self._pending.wait()
+
+    def run(self, stage: str) -> None:
+        """Part of the operation."""
+        self._step("run", stage)
+
+    def finish(self, stage: str) -> Any:
+        """Combine waits for everything and returns the routed output `[T, H]`."""
+        self._step("finish", stage)
+        if stage == "dispatch":
+            return None
+        assert self._pending is not None
+        value = self._value if self._serial else self._pending.wait()
+        return value[: self._num_tokens]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sidestream.model.config import ModelShape
     from sidestream.model.context import TokenContext
     from sidestream.model.moe import Routed
-    from sidestream.overlap.path import RoutedPath
+    from sidestream.overlap.path import Path
 
 Tap = Literal["auto", "pos1", "pos2", "pos3"]
 Mix = Literal["add", "cg1", "cg2"]
@@ -133,7 +133,7 @@ class ShortcutOverlap(Overlap):
         return unit.extra["post_norm"](both) if self.post_norm else both
 
     def _second_gate(
-        self, unit: MoEUnit, x: Tensor, context: TokenContext, first: Routed, path: RoutedPath
+        self, unit: MoEUnit, x: Tensor, context: TokenContext, first: Routed, path: Path
     ) -> Tensor:
         """DGMoE: the current representation goes to an expert that the tap did not take. Half of this is exposed."""
         x, current = fork(x, 2)
@@ -176,7 +176,7 @@ class _Shared:
         return x
 
 
-def _experts(path: RoutedPath, clock: Clock | None) -> None:
+def _experts(path: Path, clock: Clock | None) -> None:
     path.finish("dispatch")
     timed(clock, "experts", path.run, "experts")
     timed(clock, "combine", path.start, "combine")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sidestream.model.block import MoEUnit
     from sidestream.model.context import TokenContext
     from sidestream.model.moe import Routed
-    from sidestream.overlap.path import RoutedPath
+    from sidestream.overlap.path import Path
 
 
 class TwoBatchOverlap(Overlap):
@@ -54,7 +54,7 @@ class TwoBatchOverlap(Overlap):
 
     def _enter(
         self, unit: MoEUnit, h: Tensor, context: TokenContext
-    ) -> tuple[Tensor, Tensor, RoutedPath, Routed]:
+    ) -> tuple[Tensor, Tensor, Path, Routed]:
         """Up to the router: residual stream, input of the shared expert, path, decision."""
         a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)

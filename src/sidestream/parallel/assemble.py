@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sidestream.dispatch.base import Dispatcher, DispatchSpec
 from sidestream.exchange.link import Link
-from sidestream.fusion.base import Fusion, resolve_alignment
+from sidestream.fusion.base import Fusion, fused_of, resolve_alignment
 from sidestream.model.config import ModelShape
 from sidestream.model.initialize import initialize
 from sidestream.model.moe import MoEParts
@@ -75,6 +75,7 @@ def assemble(
         fusion=fusion,
         expert_range=parallel.expert_range(shape.num_experts),
         tokens_per_plan=max_tokens,
+        fused=fused_of(fusion),
     )
     with device:
         model = MoETransformer(shape, parts, schedule)

@@ -132,7 +132,7 @@ class WindowsLibrary:
     name = "windows"
     transport = "shared_memory"
     budget: int | None = None
-    again = (2, 3)
+    again: tuple[int, ...] = (2, 3)
     fuses_shared = False
 
     def wire(

@@ -1,0 +1,89 @@
+"""What fits `fusion=mega`, which takes the dispatcher's place. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from sidestream.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sidestream.config.compatibility import Layout
+
+MEGA = "sidestream.fusion.mega.fused.MegaExperts"
+NONE = "sidestream.dispatch.none.NoDispatcher"
+
+
+def is_mega(fusion: DictConfig) -> bool:
+    """Whether this is `fusion=mega`."""
+    return fusion.get("_target_") == MEGA
+
+
+def check_fusion(cfg: DictConfig, layout: Layout) -> None:
+    """Checks what `fusion=mega` needs, and that nothing else goes without a dispatcher.
+
+    Raises:
+        ConfigError: naming the key to change.
+    """
+    none = cfg.dispatcher.get("_target_") == NONE
+    if not is_mega(cfg.fusion):
+        if none:
+            raise ConfigError(
+                "dispatcher",
+                "none",
+                "without fusion=mega something must move the rows",
+                expected="a dispatcher",
+                fix="dispatcher=alltoall",
+            )
+        return
+    if not none:
+        name = str(cfg.dispatcher.get("_target_", "?")).split(".")[-2]
+        raise _refuse("dispatcher", name, "fusion=mega moves the rows itself", "none", "dispatcher=none")
+    if "gbps" in cfg.link:
+        why = "fusion=mega reads rows where they lie, and an emulated link slows exchanges only"
+        raise _refuse("link", "throttled", why, "link=native", "link=native")
+    _check_overlap(cfg)
+    _check_library(cfg, layout)
+    if layout.expert_parallel_size > layout.local_world_size:
+        raise _refuse(
+            "strategy.expert_parallel_size",
+            cfg.strategy.expert_parallel_size,
+            f"fusion=mega shares memory among {layout.expert_parallel_size} ranks, and a host has "
+            f"{layout.local_world_size}",
+            "ranks of one host",
+            f"strategy.expert_parallel_size={layout.local_world_size}",
+        )
+    if cfg.fusion.capacity_factor is not None and cfg.router.get("pad_to_capacity") is True:
+        raise _refuse(
+            "fusion.capacity_factor",
+            cfg.fusion.capacity_factor,
+            "router.pad_to_capacity=true gives every expert one number of rows already",
+            "null",
+            "fusion.capacity_factor=null",
+        )
+
+
+def _refuse(key: str, value: Any, why: str, expected: str, fix: str) -> ConfigError:
+    return ConfigError(key, value, why, expected=expected, fix=fix)
+
+
+def _check_overlap(cfg: DictConfig) -> None:
+    if str(cfg.overlap.get("_target_", "")).endswith("ChunkedOverlap"):
+        why = "fusion=mega has no transfers of its own beside the experts, so there is nothing to hide in chunks"
+        raise _refuse("overlap", "chunked", why, "another schedule", "overlap=none")
+    if cfg.overlap.get("delay_wgrad") is True:
+        why = "fusion=mega computes weight gradients inside its one operation"
+        raise _refuse("overlap.delay_wgrad", True, why, "false", "overlap.delay_wgrad=false")
+
+
+def _check_library(cfg: DictConfig, layout: Layout) -> None:
+    library, device = cfg.fusion.library, layout.device_type
+    if library == "auto":
+        return
+    if library == "windows" and device != "cpu":
+        why = "it reads the memory of CPUs, and the ranks are on GPUs"
+        raise _refuse("fusion.library", library, why, "auto, triton or mok", "fusion.library=auto")
+    if library != "windows" and device == "cpu":
+        why = "it runs on GPUs, and the ranks are on CPUs"
+        raise _refuse("fusion.library", library, why, "auto or windows", "fusion.library=auto")

@@ -1,0 +1,184 @@
+"""`fusion=mega`: one operation does what dispatcher and experts do otherwise, and stands in the place of both.
+
+    pending = mega.start(x, routing, weights)        every rank, in the same order
+    ...compute...                                    a GPU works on both; on a CPU the operation is done by now
+    y = pending.wait()                               [T, H], summed over k
+
+Legend: T local tokens, K routes per token, H features, L local experts, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sidestream.dispatch.base import DispatchSpec, Pending, Routing
+from sidestream.dispatch.library import PendingCall, known_weights
+from sidestream.exchange.call import Call, CallChannel, lane_for
+from sidestream.exchange.link import Link
+from sidestream.fusion.mega.base import FusedLibrary
+from sidestream.fusion.mega.choose import library_for
+
+Library = Literal["auto", "windows", "triton", "mok"]
+
+
+class MegaExperts:
+    """Dispatch, experts and combine as one differentiable operation of a library.
+
+    A `Fusion` that is its own `Dispatcher`: it counts rows and bytes and is wired and closed as one.
+
+    Args:
+        library: What does it. `auto`: `windows` on CPUs; on GPUs `mok` where its limits allow it, else `triton`.
+        capacity_factor: A number bounds the rows of a rank's result buffer to so many times the mean load; null makes
+            room for the worst case, of which only what is used takes memory (`windows`).
+        on_overflow: With a capacity_factor: `replay` the step with a larger budget, `drop`, or `error`.
+        alignment: Rows of each expert are padded to a multiple.
+        backend: A library object, instead of the named one.
+    """
+
+    name = "mega"
+    replaces_dispatcher = True
+
+    def __init__(
+        self,
+        *,
+        library: Library = "auto",
+        capacity_factor: float | None = None,
+        on_overflow: Literal["replay", "drop", "error"] = "replay",
+        alignment: int | Literal["auto"] = "auto",
+        backend: FusedLibrary | None = None,
+    ) -> None:
+        self.library, self.capacity_factor, self.on_overflow = library, capacity_factor, on_overflow
+        self.alignment: int | Literal["auto"] = alignment
+        self._backend = backend
+        self._channel: CallChannel | None = None
+        self._counts: tuple[Tensor, Tensor] | None = None
+        self._spec: DispatchSpec | None = None
+
+    # As a dispatcher
+
+    def wire(self, *, group: dist.ProcessGroup | None, spec: DispatchSpec, link: Link) -> None:
+        """See `Dispatcher.wire`."""
+        if link.name != "native":
+            raise ValueError(
+                f"link={link.name}: fusion=mega moves rows where a link cannot slow it; set link=native"
+            )
+        ranks = 1 if group is None else dist.get_world_size(group)
+        if self._backend is None:
+            self._backend = library_for(self.library, spec, num_ranks=ranks)
+        self._backend.wire(group=group, spec=spec, capacity_factor=self.capacity_factor)
+        self._channel = CallChannel(group, link, lane=lane_for(spec.device))
+        self._spec = spec
+        zeros = torch.zeros(spec.num_layers, dtype=torch.int64, device=spec.device)
+        self._counts = zeros, zeros.clone()
+
+    @property
+    def backend(self) -> FusedLibrary:
+        """What does the work."""
+        assert self._backend is not None, "wire() first"
+        return self._backend
+
+    @property
+    def channel(self) -> CallChannel | None:
+        """Its hooks see every call; None before `wire`."""
+        return self._channel
+
+    @property
+    def transport(self) -> str | None:
+        """What the rows travel through; None before `wire`."""
+        return None if self._channel is None else self.backend.transport
+
+    @property
+    def budget(self) -> int | None:
+        """Rows of a rank's result buffer; None: as many as come."""
+        return None if self._channel is None else self.backend.budget
+
+    @property
+    def fuses_shared(self) -> bool:
+        """The library computes the shared expert, too."""
+        return self.backend.fuses_shared
+
+    def needed(self) -> Tensor | None:
+        """See `Dispatcher.needed`."""
+        return None if self.budget is None or self._counts is None else self._counts[0]
+
+    def dropped(self) -> Tensor | None:
+        """See `Dispatcher.dropped`."""
+        return None if self.budget is None or self._counts is None else self._counts[1]
+
+    def reset_needed(self) -> None:
+        """See `Dispatcher.reset_needed`."""
+        for count in self._counts or ():
+            count.zero_()
+
+    def resize(self, budget: int) -> None:
+        """See `Dispatcher.resize`."""
+        if self.budget is None:
+            raise ValueError(f"fusion=mega: budget {budget} asked for, but it has no static budget")
+        assert self._channel is not None and self._channel.pending == 0, "resize with calls in flight"
+        self._channel.lane.synchronize()
+        if budget > self.budget:
+            self.backend.resize(budget)
+
+    def bytes_sent(self) -> int:
+        """Bytes that travelled for this rank; summed over ranks it is what was sent."""
+        return self.backend.bytes_sent()
+
+    def metadata_bytes_sent(self) -> int:
+        """Of these, the ones that are no rows."""
+        return self.backend.metadata_bytes_sent()
+
+    def close(self) -> None:
+        """Release buffers; collective."""
+        if self._channel is None:
+            return
+        self._channel.lane.synchronize()
+        self._channel.close()
+        self.backend.close()
+        self._channel = self._counts = self._spec = None
+
+    # As experts
+
+    def start(
+        self, x: Tensor, routing: Routing, weights: Sequence[Tensor], *, layer: int, recompute: bool
+    ) -> Pending[Tensor]:
+        """Start the routed path.
+
+        Args:
+            x: `[T, H]`.
+            routing: Of its tokens.
+            weights: Of the local experts, `[L, H, 2F]` and `[L, F, H]`, and those of the shared expert where the
+                library computes it; in the dtype of `x`.
+            layer: Index among the MoE layers.
+            recompute: Keep no activation for the backward.
+
+        Returns:
+            What waits for `[T, H]`; differentiable in x, the routing weights and the experts' weights.
+        """
+        channel, counts, spec = self._channel, self._counts, self._spec
+        assert channel is not None and counts is not None and spec is not None, "wire() first"
+        if x.shape[0] > spec.max_tokens:
+            raise ValueError(f"fusion=mega: {x.shape[0]} tokens, but windows are sized for {spec.max_tokens}")
+        plan = self.backend.plan(layer=layer, keep=torch.is_grad_enabled(), recompute=recompute)
+        row_weights = known_weights(routing)
+        call = Call(
+            channel,
+            "mega",
+            forward=plan.forward,
+            outs=_like(x, extra=counts),
+            backward=plan.backward,
+            grads=_like(x, row_weights, *weights),
+            again=self.backend.again,
+        )
+        tokens = call.start(x, row_weights, *weights, extra=(routing.expert_ids,))
+        return PendingCall(call, tokens, lambda y: y)
+
+
+def _like(*tensors: Tensor, extra: Sequence[Tensor] = ()) -> Callable[[], list[Tensor]]:
+    """What makes contiguous tensors of the same shapes, and keeps nothing else alive; `extra` go behind them."""
+    kinds = [(t.shape, t.dtype, t.device) for t in tensors]
+    return lambda: [*(torch.empty(s, dtype=t, device=d) for s, t, d in kinds), *extra]
