@@ -52,9 +52,7 @@ class TwoBatchOverlap(Overlap):
         added = [s + p.finish("combine").view_as(s) for s, p in zip(shared, path)]
         return torch.cat(a) + unit.dropout(torch.cat(added))
 
-    def _enter(
-        self, unit: MoEUnit, h: Tensor, context: TokenContext
-    ) -> tuple[Tensor, Tensor, Path, Routed]:
+    def _enter(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Path, Routed]:
         """Up to the router: residual stream, input of the shared expert, path, decision."""
         a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)

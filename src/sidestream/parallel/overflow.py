@@ -60,6 +60,7 @@ class BudgetKeeper:
     ) -> None:
         self.dispatcher, self.parallel, self.device, self.mean_rows = dispatcher, parallel, device, mean_rows
         self.mode = getattr(dispatcher, "on_overflow", "replay")
+        self.group = getattr(dispatcher, "config_group", "dispatcher")
         self.active = dispatcher.needed() is not None
         self.counts = OverflowCounts()
         self._rng: list[Tensor] = []
@@ -100,9 +101,9 @@ class BudgetKeeper:
         rank, layer, needed = self._worst()
         if self.mode == "error":
             raise RuntimeError(
-                f"dispatcher.on_overflow=error: rank {rank} needed {needed} rows in MoE layer {layer}, its budget is "
-                f"{self._budget}; set dispatcher.capacity_factor={self.factor(needed)} or "
-                f"dispatcher.on_overflow=replay"
+                f"{self.group}.on_overflow=error: rank {rank} needed {needed} rows in MoE layer {layer}, its budget is "
+                f"{self._budget}; set {self.group}.capacity_factor={self.factor(needed)} or "
+                f"{self.group}.on_overflow=replay"
             )
         before = self._budget
         self.dispatcher.resize(needed)
@@ -113,8 +114,8 @@ class BudgetKeeper:
         if dist.get_rank() == 0:
             log.warning(
                 "receive budget: rank %d needed %d rows in MoE layer %d; grown from %d to %d, step repeated. "
-                "dispatcher.capacity_factor=%s from the start saves this",
-                *(rank, needed, layer, before, self._budget, self.factor(self._budget)),
+                "%s.capacity_factor=%s from the start saves this",
+                *(rank, needed, layer, before, self._budget, self.group, self.factor(self._budget)),
             )
         return False
 

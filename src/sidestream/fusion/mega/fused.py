@@ -42,6 +42,7 @@ class MegaExperts:
 
     name = "mega"
     replaces_dispatcher = True
+    config_group = "fusion"  # that has the keys of the budget
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ def most_rows(spec: DispatchSpec, *, num_ranks: int) -> int:
     return num_ranks * spec.max_tokens * min(spec.top_k, local) + local * (spec.alignment - 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Order:
     """The routes that come to this rank, expert-major.
 
@@ -111,15 +111,36 @@ class _Order:
         ends: Ends of the experts' segments.
         rows: `[S]` where each slot's token lies, as a row over all windows; padding: the row of zeros.
         weights: `[S]` fp32.
-        own: Where the rows of this rank's own tokens lie, as `embedding_bag` takes it: index, ends of the bags.
-        own_places: The same as `[T, K]` places in all windows' row gradients; a zero where there is none.
+        firsts: Row of the first token of each rank, over all windows.
+        begin: Place of this rank's first route among those of all ranks.
+        away: Slots whose token is another rank's.
     """
 
     ends: list[int]
     rows: Tensor
     weights: Tensor
-    own: tuple[Tensor, Tensor | None] = (torch.empty(0), None)
-    own_places: Tensor | None = None
+    firsts: list[int]
+    begin: int
+    away: int
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Where the rows of this rank's own tokens lie.
+
+    Attributes:
+        index, ends: As `embedding_bag` takes them, in the result areas of odd or even steps; ends are None where
+            every route has a row.
+        places: `[T, K]` places in all windows' row gradients but for the beginning of the area; -1: no row.
+        parity: Of the step.
+        away: Rows of other ranks among them.
+    """
+
+    index: Tensor
+    ends: Tensor | None
+    places: Tensor
+    parity: int
+    away: int
 
 
 class WindowsLibrary:
@@ -202,6 +223,11 @@ class WindowsLibrary:
         """Nothing of others is read any more in this step."""
         self.windows.signal(RELEASED, self.step)
 
+    def count(self, *, rows: int = 0, words: int = 0) -> None:
+        """Rows and 32-bit words that were read in other ranks' windows."""
+        self._bytes += rows * self.spec.hidden_size * self.spec.dtype.itemsize + 4 * words
+        self._metadata_bytes += 4 * words
+
     # Places
 
     def area(self, rank: int) -> int:
@@ -265,6 +291,7 @@ class WindowsPlan:
         self.library, self.layer, self.keep, self.recompute = library, layer, keep, recompute
         self._slot: list[tuple[int, int]] = []  # at most one, and the last step in which it is read
         self.order: _Order | None = None
+        self.own: _Own | None = None
         self.gate_up: Tensor | None = None
         # A forward whose backward never comes gives its slot back when it is forgotten.
         weakref.finalize(self, _return, weakref.ref(library), self._slot).atexit = False
@@ -319,8 +346,9 @@ class WindowsPlan:
             torch.mm(act, w_down[expert], out=rows[part])
         lib.done()
 
-        self._find_own(order, own_ids, top_k=ids.shape[1])
-        y.copy_(self._combine(order, num_tokens=x.shape[0]))
+        self.own = own = self._find_own(order, own_ids, top_k=ids.shape[1])
+        y.copy_(self._combine(own, num_tokens=x.shape[0]))
+        lib.count(rows=order.away + own.away, words=order.away)
         lib.release()
         if not self.keep:
             self._forget()
@@ -330,8 +358,8 @@ class WindowsPlan:
         return self.keep and not self.recompute
 
     def _backward(self, outs: list[Tensor], ins: list[Tensor]) -> None:
-        lib, order = self.library, self.order
-        assert order is not None, "backward before forward"
+        lib, order, own = self.library, self.order, self.own
+        assert order is not None and own is not None, "backward before forward"
         (dx, d_weights, dw_gate_up, dw_down), (dy, w_gate_up, w_down) = outs, ins
         lib.begin()
         area = lib.area(lib.rank)
@@ -340,7 +368,7 @@ class WindowsPlan:
 
         # dy lies in the windows as x does, but elsewhere.
         slots, hidden, width = order.rows.numel(), dy.shape[1], w_down.shape[1]
-        grad_rows = self._rows_of_grad()
+        grad_rows = self._rows_of_grad(order)
         rows = lib.rows_at(area + lib.areas.rows, slots)
         begin = (area + lib.areas.row_grads) // 4
         row_grads = lib.floats[begin : begin + slots]
@@ -370,8 +398,9 @@ class WindowsPlan:
             torch.mm(tokens.t(), d_gate_up, out=dw_gate_up[expert])
         lib.done()
 
-        dx.copy_(self._combine(order, num_tokens=dx.shape[0]))
-        self._weight_gradient(order, d_weights)
+        dx.copy_(self._combine(own, num_tokens=dx.shape[0]))
+        self._weight_gradient(own, d_weights)
+        lib.count(rows=2 * order.away + own.away, words=own.away)
         lib.release()
         self._forget()
 
@@ -409,86 +438,75 @@ class WindowsPlan:
         answer[routes] = slots
         put(lib.ints, lib.area(lib.rank) + lib.areas.places, answer)
 
-        mine = lib.row_index(lib.areas.size) * lib.rank
-        away = (rows < mine) | (rows >= mine + lib.row_index(lib.areas.size))
-        row_bytes = lib.spec.hidden_size * lib.spec.dtype.itemsize
-        self._away = (
-            int(away.sum()) * row_bytes
-        )  # padding reads the first window's zeros: a few rows too many
-        lib._bytes += self._away
-        self._begins = np.cumsum([0, *(tokens * top_k for tokens, _ in found)])
-        self._firsts = [lib.row_index(at) for _, at in found]
-        weights = lib.floats.index_select(0, torch.from_numpy(places))
-        return _Order(ends.tolist(), torch.from_numpy(rows), weights)
-
-    def _rows_of_grad(self) -> Tensor:
-        """`[S]`: where each slot's row of dy lies."""
-        lib, order = self.library, self.order
-        assert order is not None
         stride = lib.row_index(lib.areas.size)
-        shift = np.array(
-            [
-                lib.row_index(lib.area(rank) + lib.areas.grad) - first
-                for rank, first in enumerate(self._firsts)
-            ]
+        away = int(((rows // stride != lib.rank) & (rows != lib.row_index(lib.areas.zero))).sum())
+        own_tokens, begin = found[lib.rank][0], top_k * sum(tokens for tokens, _ in found[: lib.rank])
+        lib.count(words=ids.size - own_tokens * top_k)
+        return _Order(
+            ends=ends.tolist(),
+            rows=torch.from_numpy(rows),
+            weights=lib.floats.index_select(0, torch.from_numpy(places)),
+            firsts=[lib.row_index(at) for _, at in found],
+            begin=begin,
+            away=away,
         )
-        rows = order.rows.numpy()
-        zero = lib.row_index(lib.areas.zero)
+
+    def _rows_of_grad(self, order: _Order) -> Tensor:
+        """`[S]`: where each slot's row of dy lies."""
+        lib, rows = self.library, order.rows.numpy()
+        stride, zero = lib.row_index(lib.areas.size), lib.row_index(lib.areas.zero)
+        begins = [lib.row_index(lib.area(rank) + lib.areas.grad) for rank in range(lib.num_ranks)]
+        shift = np.array(begins) - np.array(order.firsts)
         return torch.from_numpy(np.where(rows == zero, zero, rows + shift[rows // stride]))
 
-    def _find_own(self, order: _Order, ids: Any, *, top_k: int) -> None:
-        """Where the rows of this rank's tokens lie in the result areas."""
+    def _find_own(self, order: _Order, ids: Any, *, top_k: int) -> _Own:
+        """Look up where every rank has put the rows of this rank's tokens."""
         lib = self.library
         owner = ids // lib.num_local  # -1: none
-        begin, count = int(self._begins[lib.rank]), ids.size
-        places = np.stack(
-            [
-                take(lib.ints, lib.area(rank) + lib.areas.places + 4 * begin, count)
-                for rank in range(lib.num_ranks)
-            ]
-        )
-        slots = places[owner, np.arange(count)]
+        offsets = [lib.area(rank) + lib.areas.places + 4 * order.begin for rank in range(lib.num_ranks)]
+        places = np.stack([take(lib.ints, offset, ids.size) for offset in offsets])
+        slots = places[owner, np.arange(ids.size)]
         there = (ids >= 0) & (slots >= 0)
-        stride, area = lib.row_index(lib.areas.size), lib.row_index(lib.area(0) + lib.areas.rows)
-        rows = owner.astype(np.int64) * stride + slots + area
-        self._parity = lib.step % 2
-        if there.all():
-            order.own = torch.from_numpy(rows).view(-1, top_k), None
-        else:
-            ends = np.concatenate([[0], there.reshape(-1, top_k).sum(1).cumsum()])
-            order.own = torch.from_numpy(rows[there]), torch.from_numpy(ends)
-        at = owner.astype(np.int64) * (lib.areas.size // 4) + slots
-        order.own_places = torch.from_numpy(np.where(there, at, -1)).view(-1, top_k)
-        lib._metadata_bytes += 4 * count * (lib.num_ranks - 1)
+        owner = owner.astype(np.int64)
+        rows = owner * lib.row_index(lib.areas.size) + slots + lib.row_index(lib.area(0) + lib.areas.rows)
+        ends = None
+        if not there.all():
+            rows = rows[there]
+            ends = torch.from_numpy(np.concatenate([[0], there.reshape(-1, top_k).sum(1).cumsum()]))
+        floats = np.where(there, owner * (lib.areas.size // 4) + slots, -1)
+        lib.count(words=ids.size * (lib.num_ranks - 1))
+        return _Own(
+            index=torch.from_numpy(rows if ends is not None else rows.reshape(-1, top_k)),
+            ends=ends,
+            places=torch.from_numpy(floats),
+            parity=lib.step % 2,
+            away=int((there & (owner != lib.rank)).sum()),
+        )
 
-    def _combine(self, order: _Order, *, num_tokens: int) -> Tensor:
+    def _combine(self, own: _Own, *, num_tokens: int) -> Tensor:
         """`[T, H]`: the rows of each token in every window, summed over k."""
-        lib = self.library
-        index, ends = order.own
-        if lib.step % 2 != self._parity:  # the other result area
-            shift = lib.row_index(lib.areas.area_size) * (1 if lib.step % 2 else -1)
-            index = index + shift
-        if num_tokens == 0:
-            return lib.table.new_empty(0, lib.table.shape[1])
-        if ends is None:
-            return F.embedding_bag(index, lib.table, mode="sum")
+        lib, index = self.library, own.index
         if index.numel() == 0:
             return lib.table.new_zeros(num_tokens, lib.table.shape[1])
-        return F.embedding_bag(index, lib.table, ends, mode="sum", include_last_offset=True)
+        if lib.step % 2 != own.parity:  # the other result area
+            index = index + lib.row_index(lib.areas.area_size) * (1 if lib.step % 2 else -1)
+        if own.ends is None:
+            return F.embedding_bag(index, lib.table, mode="sum")
+        return F.embedding_bag(index, lib.table, own.ends, mode="sum", include_last_offset=True)
 
-    def _weight_gradient(self, order: _Order, out: Tensor) -> None:
-        lib, places = self.library, order.own_places
-        assert places is not None
-        base = (lib.area(0) + lib.areas.row_grads) // 4
-        index = torch.where(places < 0, lib.areas.zero // 4, places + base)
-        torch.index_select(lib.floats, 0, index.view(-1), out=out.view(-1))
+    def _weight_gradient(self, own: _Own, out: Tensor) -> None:
+        """`[T, K]`: what the experts' ranks found, zero without a route."""
+        lib = self.library
+        begin = (lib.area(0) + lib.areas.row_grads) // 4
+        index = torch.where(own.places < 0, lib.areas.zero // 4, own.places + begin)
+        torch.index_select(lib.floats, 0, index, out=out.view(-1))
 
     def _forget(self) -> None:
         """The plan's slot may be used again once every rank has released this step."""
         if self._slot:
             slot, _ = self._slot.pop()
             self.library.give_slot(slot, last_read=self.library.step)
-        self.gate_up = None
+        self.gate_up = self.order = self.own = None
 
 
 def _return(library: Any, held: list[tuple[int, int]]) -> None:
