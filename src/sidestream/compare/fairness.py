@@ -43,6 +43,14 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+_OF_THE_CHOICE = _Absent()  # a fact that follows from a choice which is compared itself
+
+
+def _transport(run: Run) -> Any:
+    """`fusion=mega` moves rows itself: its transport is that choice, and a column of the table."""
+    return _OF_THE_CHOICE if run.choices.get("fusion") == "mega" else run.result.get("transport")
+
+
 _OF_RESULT = (
     *(
         "device",
@@ -57,6 +65,7 @@ _OF_RESULT = (
 )
 FACTS: Mapping[str, Callable[[Run], Any]] = {
     **{key: _fact(key) for key in _OF_RESULT},
+    "transport": _transport,
     "cpu": lambda run: run.env.get("cpu"),
     "gpu": lambda run: run.env.get("gpu"),
     "torch": lambda run: (run.result.get("versions") or {}).get("torch"),
@@ -177,6 +186,8 @@ def _values(runs: Iterable[Run], read: Callable[[Run], Any]) -> tuple[tuple[str,
     values: dict[str, str] = {}
     for run in runs:
         value = read(run)
+        if value is _OF_THE_CHOICE:
+            continue
         values.setdefault("absent" if value is _ABSENT else show(value), run.name)
     return tuple(values.items()) if len(values) > 1 else ()
 
