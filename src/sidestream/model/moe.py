@@ -118,8 +118,14 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(num_local, width, hidden))
         self.fusion, self.recompute = fusion, shape.activation_checkpointing
 
-    def forward(self, received: Received, late: LateWeights | None = None) -> Tensor:
-        """Rows `[S, H]` -> `[S, H]` in the dtype of the rows."""
+    def forward(self, received: Received | torch.dtype, late: LateWeights | None = None) -> Any:
+        """Rows `[S, H]` -> `[S, H]` in the dtype of the rows.
+
+        Called with a dtype, it hands out the weights for a fused path: `fully_shard` gathers them where a module is
+        called, and nowhere else.
+        """
+        if isinstance(received, torch.dtype):
+            return self.weights(received)
         if late is None:
             arguments: tuple[Any, ...] = self.weights(received.rows.dtype)
         else:
@@ -231,7 +237,8 @@ class MoE(nn.Module):
         )
 
     def _fused_path(self, fused: Fused, routed: Routed, *, serial: bool) -> FusedPath:
-        weights, dtype = self.experts.weights(routed.x_TH.dtype), routed.x_TH.dtype
+        dtype = routed.x_TH.dtype
+        weights = self.experts(dtype)
         if fused.fuses_shared:
             assert self.shared_expert is not None
             weights += tuple(local(w).to(dtype) for w in self.shared_expert.parameters())

@@ -40,8 +40,10 @@ class FullyShard:
         # Each rank keeps its piece of its own copy: the last moment at which the copies can be compared.
         check_replicas(model, parallel)
         options: Any = {"reshard_after_forward": self.reshard_after_forward}
+        # A fused path reads the experts from its start to the end of its backward, which no module's call spans.
+        keep = {"reshard_after_forward": False} if model.parts.fused is not None else {}
         for moe in model.moe_layers():
-            fully_shard(moe.experts, mesh=parallel.sparse["edp"], **options)
+            fully_shard(moe.experts, mesh=parallel.sparse["edp"], **{**options, **keep})
         for block in model.blocks:
             # A block that the unit behind it runs is never called as a whole, so its parts gather for themselves;
             # its norms stay with the root.
