@@ -90,6 +90,7 @@ class MoK:
 
     Args:
         ep_sizes: Sizes of the group that this build takes. 5.2: forks add 1; 2 is for tests alone.
+        zero_scores_count: A score of zero has a gradient.
 
     Attributes:
         log: The calls, in order.
@@ -100,8 +101,10 @@ class MoK:
     MoKForwardContext = MoKForwardContext
     MoKWorkspace = MoKWorkspace
 
-    def __init__(self, *, ep_sizes: tuple[int, ...] = (4, 8, 16, 32, 64)) -> None:
-        self.ep_sizes = ep_sizes
+    def __init__(
+        self, *, ep_sizes: tuple[int, ...] = (4, 8, 16, 32, 64), zero_scores_count: bool = True
+    ) -> None:
+        self.ep_sizes, self.zero_scores_count = ep_sizes, zero_scores_count
         self.log: list[str] = []
         self._cache: dict[Any, MoKWorkspace] = {}
         self._used: list[MoKForwardContext] = []
@@ -313,7 +316,7 @@ class MoK:
             peers[real], places[real]
         ]
         d_y[real] = torch.stack([g for g, _ in grads])[peers[real], places[real] // workspace.topk].float()
-        d_y = _round(d_y * scores.unsqueeze(1))
+        d_y_plain, d_y = d_y, _round(d_y * scores.unsqueeze(1))
         d_hidden, d_x_rows = torch.empty(rows.hidden.shape), torch.empty(rows.x.shape)
         d_gate, d_up = torch.empty(rows.hidden.shape), torch.empty(rows.hidden.shape)
         d_weights = [torch.zeros_like(w) for w in (routed_gate, routed_up, routed_down)]
@@ -327,9 +330,15 @@ class MoK:
             d_weights[1][expert] = (d_up[part].t() @ rows.x[part]).to(torch.bfloat16)
             d_weights[2][expert] = (d_y[part].t() @ rows.hidden[part]).to(torch.bfloat16)
         d_routed = self._scatter(workspace, "d_x", schedule, d_x_rows, columns=workspace.hidden_size)
-        # A score's gradient is computed from the multiplied gradient and divided: zero where the score is [port].
-        dots = torch.where(scores == 0, 0.0, (rows.hidden * d_hidden).sum(1) / scores).unsqueeze(1)
-        d_scores = self._scatter(workspace, "d_scores", schedule, dots, columns=1)
+        # [tests] The product of dy and y, whatever the score is; [port] computed from the multiplied gradient and
+        # divided by the score, hence zero where that is. Callers must do with either.
+        dots = (rows.hidden * d_hidden).sum(1) / scores
+        if self.zero_scores_count:
+            for part, expert in _zones(schedule):
+                y_rows = rows.hidden[part] @ routed_down[expert].float().t()
+                dots[part] = (y_rows * d_y_plain[part]).sum(1)
+        dots = dots.masked_fill(real.logical_not() if self.zero_scores_count else scores == 0, 0.0)
+        d_scores = self._scatter(workspace, "d_scores", schedule, dots.unsqueeze(1), columns=1)
 
         d_y_shared = grad_output.float()
         d_hidden_shared = _round(d_y_shared @ w_shared_down.float())
