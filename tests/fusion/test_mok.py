@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from sidestream.config.errors import ConfigError
 from sidestream.dispatch.base import DispatchSpec
@@ -264,6 +265,43 @@ def crowded(rank, world):
 
 def test_the_worst_case_fits():
     assert ranks(2).run(crowded) == [0, 2 * T + 256]
+
+
+class Empty(MoK):
+    """Results without values, so that only the adapter's own work is seen."""
+
+    def build_schedule(self, workspace, config, top_experts, *, num_local_experts):
+        return SimpleNamespace(num_tokens=torch.empty(1, dtype=torch.int32))
+
+    def forward(self, config, workspace, schedule, x, *weights):
+        return torch.empty_like(x), None
+
+    def recompute_forward_context(self, *args):
+        return SimpleNamespace()
+
+    def backward(self, config, workspace, schedule, ctx, grad_output, x, router_weights, *weights):
+        shared, routed = weights[:3], weights[3:]
+        return tuple(torch.empty_like(t) for t in (x, router_weights, *routed, *shared))
+
+
+def without_values(rank, world):
+    with blackwell():
+        library = MoKLibrary(library=Empty(ep_sizes=(1,)))
+        wire(library, Setup())
+        p = problem(world, 0, 2, T, False)
+        real = [*inputs(p, rank), p.grad[rank]]
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            *ins, grad = (mode.from_tensor(tensor) for tensor in real)
+            counters = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            plan = library.plan(layer=0, keep=True, recompute=True)
+            plan.forward([torch.empty_like(ins[0]), *counters], ins)
+            outs = [torch.empty_like(tensor) for tensor in ins[:-1]]
+            plan.backward(outs, [grad, *(ins[i] for i in library.again)])
+
+
+def test_the_adapter_reads_no_value():
+    """A host read of a tensor without values raises."""
+    ranks(1).run(without_values)
 
 
 # What it refuses.
