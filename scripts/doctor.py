@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rich.text import Text
 
 from sidestream.config.availability import LIBRARIES, Machine, takes_library, verdict
 from sidestream.config.capabilities import Capabilities, capabilities
+from sidestream.config.fusion_check import CHUNKED, NONE, is_mega
 from sidestream.config.graph_check import FACTOR, obstacle
 from sidestream.tracking.folder import write_json_atomic
 
@@ -85,7 +86,7 @@ def options(group: str) -> Iterator[tuple[str, DictConfig]]:
     for path in sorted((CONF / group).glob("*.yaml")):
         node = OmegaConf.load(path)
         assert isinstance(node, DictConfig), path
-        yield path.stem, node
+        yield path.stem, node.get(group, node)  # an option that sets other groups too has its own in a group
 
 
 def dispatcher_rows(machine: Machine) -> list[DispatcherRow]:
@@ -121,7 +122,8 @@ def transports(node: DictConfig) -> tuple[str, ...]:
     """Returns what can move the rows of a dispatcher."""
     if "transport" in node:
         return ("library", "torch")
-    return ("none",) if capabilities(node).max_expert_parallel_size == 1 else ("torch",)
+    moves = capabilities(node).max_expert_parallel_size != 1 and node.get("_target_") != NONE
+    return ("torch",) if moves else ("none",)
 
 
 def option_rows(machine: Machine) -> list[OptionRow]:
@@ -140,10 +142,15 @@ def graph_rows() -> list[GraphRow]:
         for sizes in ("exact", "budget") if capabilities(node).static else ("exact",):
             given = OmegaConf.merge(node, {"capacity_factor": FACTOR}) if sizes == "budget" else node
             for fusion, experts in options("fusion"):
+                if is_mega(experts) != (node.get("_target_") == NONE):
+                    continue  # the one goes with the other
                 found = obstacle(given, experts)  # type: ignore[arg-type]
                 why, fix = ("", "") if found is None else (found.why, f"set {found.fix}")
                 for overlap, _ in options("overlap"):
-                    rows.append(GraphRow(dispatcher, sizes, fusion, overlap, found is None, why, fix))
+                    row = GraphRow(dispatcher, sizes, fusion, overlap, found is None, why, fix)
+                    if is_mega(experts) and overlap == "chunked":
+                        row = replace(row, ok=False, why=CHUNKED, fix="set overlap=none")
+                    rows.append(row)
     return rows
 
 

@@ -69,6 +69,7 @@ def test_host_reads_of_each_mode(tmp_path: Path):
         ("allgather", "torch"): (1, 0),
         ("alltoall", "torch"): (1, 0),
         ("local", "none"): (0, "-"),
+        ("none", "none"): (0, "-"),  # fusion=mega
         ("nccl_ep", "library"): (2, 0),
         ("nccl_ep", "torch"): (1, 0),
         ("deep_ep", "library"): (1, 0),
@@ -148,8 +149,13 @@ def test_it_says_for_every_combination_whether_a_step_graph_can_capture_it(tmp_p
     assert {row["fusion"] for row in rows} == names("fusion")
     assert {row["dispatcher"] for row in rows} == names("dispatcher")
     captured = {(row["dispatcher"], row["sizes"]) for row in rows if row["ok"]}
-    assert captured == {(name, "budget") for name in names("dispatcher") - {"local"}} | {("local", "exact")}
-    assert all(row["fusion"] == "grouped" for row in rows if row["ok"])
+    exact = {"local", "none"}
+    assert captured == {(name, "budget") for name in names("dispatcher") - exact} | {
+        (n, "exact") for n in exact
+    }
+    fused = {(row["dispatcher"], row["overlap"]) for row in rows if row["ok"] and row["fusion"] == "mega"}
+    assert fused == {("none", name) for name in names("overlap") - {"chunked"}}
+    assert all(row["fusion"] in ("grouped", "mega") for row in rows if row["ok"])
     assert all(row["why"] and row["fix"].startswith("set ") for row in rows if not row["ok"])
 
 

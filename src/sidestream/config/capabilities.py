@@ -34,6 +34,7 @@ def _moving(library: str | None = None) -> Capabilities:
 
 
 CAPABILITIES = {
+    "sidestream.dispatch.none.NoDispatcher": Capabilities(static=False, host_reads_eager=0),
     "sidestream.dispatch.local.LocalDispatcher": Capabilities(
         max_expert_parallel_size=1, static=False, asynchronous=False, host_reads_eager=0
     ),

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
+from sidestream.fusion.mega.limits import Sizes, first_violation
 
 if TYPE_CHECKING:
     from sidestream.config.compatibility import Layout
 
 MEGA = "sidestream.fusion.mega.fused.MegaExperts"
 NONE = "sidestream.dispatch.none.NoDispatcher"
+
+
+CHUNKED = "fusion=mega has no transfers of its own beside the experts, so there is nothing to hide in chunks"
 
 
 def is_mega(fusion: DictConfig) -> bool:
@@ -45,6 +49,8 @@ def check_fusion(cfg: DictConfig, layout: Layout) -> None:
         raise _refuse("link", "throttled", why, "link=native", "link=native")
     _check_overlap(cfg)
     _check_library(cfg, layout)
+    if cfg.fusion.library == "mok":
+        _check_mok(cfg, layout)
     if layout.expert_parallel_size > layout.local_world_size:
         raise _refuse(
             "strategy.expert_parallel_size",
@@ -70,8 +76,7 @@ def _refuse(key: str, value: Any, why: str, expected: str, fix: str) -> ConfigEr
 
 def _check_overlap(cfg: DictConfig) -> None:
     if str(cfg.overlap.get("_target_", "")).endswith("ChunkedOverlap"):
-        why = "fusion=mega has no transfers of its own beside the experts, so there is nothing to hide in chunks"
-        raise _refuse("overlap", "chunked", why, "another schedule", "overlap=none")
+        raise _refuse("overlap", "chunked", CHUNKED, "another schedule", "overlap=none")
     if cfg.overlap.get("delay_wgrad") is True:
         why = "fusion=mega computes weight gradients inside its one operation"
         raise _refuse("overlap.delay_wgrad", True, why, "false", "overlap.delay_wgrad=false")
@@ -87,3 +92,37 @@ def _check_library(cfg: DictConfig, layout: Layout) -> None:
     if library != "windows" and device == "cpu":
         why = "it runs on GPUs, and the ranks are on CPUs"
         raise _refuse("fusion.library", library, why, "auto or windows", "fusion.library=auto")
+
+
+def _check_mok(cfg: DictConfig, layout: Layout) -> None:
+    if not str(cfg.overlap.get("_target_", "")).endswith("NoOverlap"):
+        name = str(cfg.overlap.get("_target_", "?")).split(".")[-2]
+        why = "fusion.library=mok computes the shared expert too, on the rows that it routes, in one go"
+        raise _refuse("overlap", name, why, "none", "overlap=none")
+    if cfg.fusion.capacity_factor is not None:
+        why = "fusion.library=mok makes room for the worst case: with less it traps the device"
+        raise _refuse(
+            "fusion.capacity_factor", cfg.fusion.capacity_factor, why, "null", "fusion.capacity_factor=null"
+        )
+    model = cfg.model
+    width = model.expert_hidden_size
+    violation = first_violation(
+        Sizes(
+            ranks=layout.expert_parallel_size,
+            tokens=layout.micro_batch_size * cfg.data.seq_length,
+            sequence=cfg.data.seq_length,
+            hidden=model.hidden_size,
+            top_k=cfg.router.top_k,
+            experts=model.num_experts,
+            width=width,
+            num_shared=model.num_shared_experts,
+            shared_width=model.shared_expert_hidden_size or model.num_shared_experts * width,
+            shared_gate=model.shared_expert_gate,
+            precision=cfg.trainer.precision,
+            alignment=cfg.fusion.alignment,
+            on_gpu=layout.device_type == "cuda",
+        )
+    )
+    if violation is not None:
+        key, value, why, expected, fix = violation
+        raise _refuse(key, value, why, expected, fix)

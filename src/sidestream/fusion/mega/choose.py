@@ -6,20 +6,19 @@ from sidestream.dispatch.base import DispatchSpec
 from sidestream.fusion.mega.base import FusedLibrary
 
 
-def library_for(name: str, spec: DispatchSpec, *, num_ranks: int) -> FusedLibrary:
-    """An unwired library.
+def library_for(name: str, spec: DispatchSpec) -> FusedLibrary:
+    """An unwired library. `auto` is `windows` on CPUs and `triton` on GPUs; `mok` wants to be named.
 
     Args:
         name: Of `fusion.library`.
         spec: As for `wire`.
-        num_ranks: That share the experts.
 
     Raises:
-        ValueError: It cannot run on this device.
+        ValueError: It cannot run on this device, or there is no such library.
     """
     on_cpu = spec.device.type == "cpu"
     if name == "auto":
-        name = "windows"
+        name = "windows" if on_cpu else "triton"
     if name == "windows":
         if not on_cpu:
             raise ValueError(
@@ -29,4 +28,8 @@ def library_for(name: str, spec: DispatchSpec, *, num_ranks: int) -> FusedLibrar
         from sidestream.fusion.mega.windows import WindowsLibrary
 
         return WindowsLibrary()
-    raise ValueError(f"fusion.library={name}: expected auto or windows; set fusion.library=auto")
+    if name == "mok":
+        from sidestream.fusion.mega.mok import MoKLibrary
+
+        return MoKLibrary()
+    raise ValueError(f"fusion.library={name}: expected auto, windows, triton or mok; set fusion.library=auto")

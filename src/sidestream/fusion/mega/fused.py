@@ -32,7 +32,7 @@ class MegaExperts:
     A `Fusion` that is its own `Dispatcher`: it counts rows and bytes and is wired and closed as one.
 
     Args:
-        library: What does it. `auto`: `windows` on CPUs; on GPUs `mok` where its limits allow it, else `triton`.
+        library: What does it. `auto`: `windows` on CPUs, `triton` on GPUs.
         capacity_factor: A number bounds the rows of a rank's result buffer to so many times the mean load; null makes
             room for the worst case, of which only what is used takes memory (`windows`).
         on_overflow: With a capacity_factor: `replay` the step with a larger budget, `drop`, or `error`.
@@ -68,9 +68,8 @@ class MegaExperts:
             raise ValueError(
                 f"link={link.name}: fusion=mega moves rows where a link cannot slow it; set link=native"
             )
-        ranks = 1 if group is None else dist.get_world_size(group)
         if self._backend is None:
-            self._backend = library_for(self.library, spec, num_ranks=ranks)
+            self._backend = library_for(self.library, spec)
         self._backend.wire(group=group, spec=spec, capacity_factor=self.capacity_factor)
         self._channel = CallChannel(group, link, lane=lane_for(spec.device))
         self._spec = spec

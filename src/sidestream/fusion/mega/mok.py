@@ -76,7 +76,7 @@ class MoKLibrary:
     name = "mok"
     transport = "mok"
     budget: int | None = None
-    again = (0, 1, 2, 3, 4, 5, 6)
+    again: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6)
     fuses_shared = True
 
     def __init__(
