@@ -57,7 +57,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="sidestream/DISPATCHER+FUSION[,OVERRIDE...]",
-        help="default: local+grouped and alltoall+grouped; overrides as for train.py, e.g. ,fusion.alignment=8",
+        help="default: local+grouped, alltoall+grouped; gemm: the experts' products alone; overrides as for train.py",
     )
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--rounds", type=int, default=12, help="rounds with fresh tokens and routing each (default 12)")

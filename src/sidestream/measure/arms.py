@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -25,6 +26,7 @@ from sidestream.measure.shapes import LayerShape
 from sidestream.model.layers import SwiGLU
 from sidestream.model.moe import Ledger, MoE, MoEParts
 
+GEMM = "gemm"
 Kind = Literal["sidestream", "dense", "peer"]
 
 
@@ -61,6 +63,58 @@ def dense_arm(shape: LayerShape, *, dtype: torch.dtype, seed: int) -> Arm:
         for weight in layer.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
     return Arm("dense", "dense", layer.to(dtype), layer)
+
+
+class _Products(torch.autograd.Function):
+    """The six products of the experts on rows that stay where they are; neither input nor output has a meaning."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, work: GemmOnly) -> Tensor:
+        ctx.work, ctx.like = work, x
+        work.forward_products()
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.work.backward_products()
+        return torch.zeros_like(ctx.like), None
+
+
+class GemmOnly(nn.Module):
+    """What no layer can do without: the products of the local experts, at perfect balance, and nothing else."""
+
+    def __init__(self, shape: LayerShape, weights: Weights, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w_gate_up, self.w_down = (w.clone() for w in weights.local)
+        local = self.w_gate_up.shape[0]
+        rows = -(-shape.tokens * shape.top_k // local) * local
+        self.offsets = torch.arange(1, local + 1, dtype=torch.int32) * (rows // local)
+        width, hidden = shape.expert_hidden_size, shape.hidden_size
+        generator = torch.Generator().manual_seed(0)
+        self.rows, self.act, self.gate_up = (
+            torch.randn(rows, size, generator=generator).to(dtype) for size in (hidden, width, 2 * width)
+        )
+        self.products: list[Tensor] = []
+
+    def forward_products(self) -> None:
+        self.products = [
+            F.grouped_mm(self.rows, self.w_gate_up, offs=self.offsets),
+            F.grouped_mm(self.act, self.w_down, offs=self.offsets),
+        ]
+
+    def backward_products(self) -> None:
+        self.products = [
+            F.grouped_mm(self.rows, self.w_down.transpose(1, 2), offs=self.offsets),
+            F.grouped_mm(self.act.t(), self.rows, offs=self.offsets),
+            F.grouped_mm(self.gate_up, self.w_gate_up.transpose(1, 2), offs=self.offsets),
+            F.grouped_mm(self.rows.t(), self.gate_up, offs=self.offsets),
+        ]
+
+
+def gemm_arm(shape: LayerShape, weights: Weights, *, dtype: torch.dtype) -> Arm:
+    """The floor of any MoE layer of this shape: its matrix products."""
+    layer = GemmOnly(shape, weights, dtype=dtype)
+    return Arm(GEMM, "dense", lambda x: _Products.apply(x, layer), layer)
 
 
 def compose_layer(conf: Path, shape: LayerShape, arm: str) -> DictConfig:

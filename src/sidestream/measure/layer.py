@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.measure import peers
-from sidestream.measure.arms import Arm, dense_arm, sidestream_arm
+from sidestream.measure.arms import GEMM, Arm, dense_arm, gemm_arm, sidestream_arm
 from sidestream.measure.dispatch_routing import activation_bytes
 from sidestream.measure.memory import peak_growth
 from sidestream.measure.problem import (
@@ -138,7 +138,9 @@ def _build(job: Job, shape: LayerShape, builders: dict[str, peers.Builder]) -> C
         world_size=dist.get_world_size(),
     )
     case = Case(job, shape, weights, [dense_arm(shape, dtype=dtype, seed=job.seed)])
-    for name in job.arms or AUTO_ARMS:
+    if GEMM in job.arms:
+        case.arms.append(gemm_arm(shape, weights, dtype=dtype))
+    for name in [name for name in job.arms if name != GEMM] or AUTO_ARMS:
         try:
             arm = sidestream_arm(
                 name, shape, weights, conf=Path(job.conf), dtype=dtype, group=dist.group.WORLD
@@ -326,8 +328,11 @@ def _bytes_and_memory(
     """Bytes sent by all ranks, and the largest growth of a rank's resident set, each in one forward and backward."""
     sent, peak = [], []
     for arm in arms:
+        before = 0 if arm.dispatcher is None else arm.dispatcher.bytes_sent()
         with CountBytes() as counter:
             _pass(arm, x, output_gradient)
+        if counter.calls and arm.dispatcher is not None:
+            counter.sent += arm.dispatcher.bytes_sent() - before
         growth = peak_growth(lambda arm=arm: call(arm, x, output_gradient))  # type: ignore[misc]
         arm.clear_gradients()
         numbers = torch.tensor([counter.sent, -1 if growth is None else growth])

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-COLORS = {"sidestream": "C0", "peer": "C1"}
+COLORS = {"sidestream": "C0", "peer": "C1", "dense": "#9a9a9a"}
 PASSES = ("forward", "forward_backward")
 STATISTICS = ("min", "median")
 ADDED = ("forward_ms", "forward_backward_ms", "ratio_to_dense", "ratio_to_fastest_peer")
