@@ -47,6 +47,10 @@ DISPATCH = REPOSITORY / "docs" / "dispatch_benchmark.md"
 TOP8_RESULT = RESULTS / "bench_layer_top8.json"  # the same script on two ranks, top-8 shapes
 TOP8_BEGIN = "<!-- bench_layer_top8 begin: written by `make readme` -->"
 TOP8_END = "<!-- bench_layer_top8 end -->"
+FUSION = README.parent / "docs" / "fusion.md"
+FUSION_RESULTS = (RESULTS / "bench_fusion_fp32.json", RESULTS / "bench_fusion_bf16.json")
+FUSION_BEGIN = "<!-- bench_fusion begin: written by `make readme` -->"
+FUSION_END = "<!-- bench_fusion end -->"
 
 DISPATCH_RESULT = RESULTS / "bench_dispatch.json"  # what scripts/bench_dispatch.py wrote, unchanged
 DISPATCH_BEGIN = "<!-- bench_dispatch begin: written by `make readme` -->"
@@ -89,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         write_text_atomic(OVERLAP, render_overlap(OVERLAP.read_text(encoding="utf-8")))
         if QUALITY_RESULT.exists():
             write_text_atomic(QUALITY, render_quality(QUALITY.read_text(encoding="utf-8")))
+        write_text_atomic(FUSION, render_fusion(FUSION.read_text(encoding="utf-8")))
         write_text_atomic(GRAPH, render_graph(GRAPH.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
@@ -232,6 +237,16 @@ def render_graph(page: str) -> str:
     )
     content = "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
     return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, content)
+
+
+def render_fusion(page: str) -> str:
+    """Returns the page with the tables of the fused layer's benchmarks between its markers.
+
+    Raises:
+        ValueError: the markers are not there.
+    """
+    tables = [benchmark_table(json.loads(path.read_text(encoding="utf-8"))) for path in FUSION_RESULTS]
+    return _between(FUSION.name, page, FUSION_BEGIN, FUSION_END, "\n\n".join(tables))
 
 
 def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
