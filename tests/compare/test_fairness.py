@@ -150,3 +150,14 @@ def test_uncommitted_changes_are_said(tmp_path: Path):
         write_run(tmp_path / str(number), choices={"overlap": overlap}, result={"commit": "abc-dirty"})
     (note,) = comparison(tmp_path).notes
     assert "uncommitted changes" in note
+
+
+def test_the_transport_of_a_fused_run_is_part_of_that_choice(tmp_path: Path):
+    for seed in (1, 2):
+        for fusion, transport in (("mega", "shared_memory"), ("grouped", "torch"), ("loop", "torch")):
+            given = {"choices": {"fusion": fusion}, "result": {"transport": transport}}
+            write_run(tmp_path / f"{fusion}{seed}", seed=seed, **given)
+    assert len(comparison(tmp_path).arms) == 3
+    write_run(tmp_path / "loop3", seed=3, choices={"fusion": "loop"}, result={"transport": "nccl_ep"})
+    with pytest.raises(CompareError, match="transport="):
+        comparison(tmp_path)

@@ -41,6 +41,11 @@ def test_the_graph_table_is_the_one_of_the_committed_measurement():
         assert record["speedup"]["median"] >= 1.0 and memory["graph"] <= 2 * memory["eager"]
 
 
+def test_the_fusion_tables_are_those_of_the_committed_measurements():
+    page = text(render_readme.FUSION)
+    assert render_readme.render_fusion(page) == page, "run `make readme`"
+
+
 def test_the_picture_shows_the_committed_run():
     assert render_readme.drawn_digest(render_readme.PICTURE) == render_readme.data_digest(), (
         "run `make readme`"
