@@ -132,13 +132,12 @@ def both(world: int, setup: Setup, **options: Any) -> tuple[list[dict[str, Any]]
 
 RECOMPUTE = SHAPE.__class__(**{**vars(SHAPE), "activation_checkpointing": True, "dropout": 0.1})
 BOTH_ROUTERS = [
-    pytest.param(name, marks=() if name in ("capacity", "sigmoid_groups") else pytest.mark.full)
+    pytest.param(name, marks=() if name == "capacity" else pytest.mark.full)
     for name in ROUTERS
     if name != "capacity_padded"  # has no budget: refused together with a capacity factor
 ]
 BOTH_BALANCES = [
-    pytest.param(name, marks=() if name in ("aux_global_z", "quantile") else pytest.mark.full)
-    for name in BALANCES
+    pytest.param(name, marks=() if name == "quantile" else pytest.mark.full) for name in BALANCES
 ]
 
 

@@ -135,6 +135,7 @@ def test_the_libraries_are_timed_first_and_only_what_passed():
     assert found == [library, torch_arm, "alltoall", f"{library},dispatcher.capacity_factor=1.25"]
 
 
+@pytest.mark.full
 @pytest.mark.shell
 def test_two_cpu_ranks_with_one_command(tmp_path: Path, capfd: pytest.CaptureFixture):
     out = tmp_path / "cluster.json"

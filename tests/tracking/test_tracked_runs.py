@@ -123,8 +123,9 @@ def test_i4_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path
     assert steps == list(range(1, 9))
 
 
+@pytest.mark.full
 @pytest.mark.shell
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_sweep_over_two_ranks_has_one_wandb_run_per_job(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and "RANK" not in k}
     environment |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
