@@ -1,0 +1,293 @@
+"""`fusion.library=triton` under Triton's interpreter, over shared memory, against the layer in plain torch.
+
+The interpreter runs the programs of a kernel one after another, so these tests say nothing about races inside one
+rank; between ranks they are as real as processes are. That kernels compile for GPUs is checked without one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sidestream.dispatch.base import DispatchSpec
+from sidestream.fusion.mega.triton_library import TritonLibrary
+from tests.fusion.triton_layer import Case, Run, close_pools, interpreted, reference
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.timeout(120),
+]
+LIMIT_S = 60.0
+# fp32: another order of the sums. bf16: results and the activation are rounded to 8 bits, and a sum of K rows of
+# rounded numbers is off by a few of these roundings of the largest.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools() -> Iterator[None]:
+    yield
+    close_pools()
+
+
+def _library(case: Case, *, factor: float | None = None, alignment: int = 1) -> Any:
+    library = TritonLibrary()
+    group = dist.group.WORLD
+    library.wire(group=group, spec=case.spec(alignment=alignment), capacity_factor=factor)
+    return library
+
+
+def _counters() -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+
+
+def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Largest error of each result, over the largest number in it; NaN counts as infinite."""
+    errors = {}
+    for name, value in found.items():
+        off = (value.double() - expected[name]).abs().nan_to_num(nan=torch.inf)
+        scale = expected[name].abs().max().clamp(min=1e-3) if value.numel() else 1.0
+        errors[name] = float(off.max() / scale) if value.numel() else 0.0
+    return errors
+
+
+def _poison(library: Any) -> None:
+    """What was never written must not be read."""
+    at, item = library.layout, library.spec.dtype.itemsize
+    for parity in range(2):
+        area = at.area + parity * at.area_size
+        for offset, size in ((at.x, at.ids), (at.rows, at.area_size)):
+            library.memory.local(area + offset, (size - offset) // item, library.spec.dtype).fill_(torch.nan)
+    for name, width in (("x", library.spec.hidden_size), ("dy", library.spec.hidden_size), ("act", 24)):
+        library.buffer(name, library.slots, width).fill_(torch.nan)
+    library.buffer("d_gate_up", library.slots, 48).fill_(torch.nan)
+    dist.barrier()
+
+
+def parity(rank: int, world: int, kinds: list[str], dtype: torch.dtype, recompute: bool) -> list[Any]:
+    found = []
+    library = None
+    for kind in kinds:
+        case = Case.of(kind, world, dtype=dtype)
+        if library is None:
+            library = _library(case, alignment=4)
+            _poison(library)
+        run = Run(library, case, rank, world, layer=1, recompute=recompute)
+        results = {**run.forward(*_counters()), **run.backward()}
+        found.append((kind, _worst(results, reference(case, rank, world))))
+    library.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "kinds", "dtype", "recompute"),
+    [
+        (1, ["uniform", "starved"], torch.float32, False),
+        (2, ["uniform", "skewed", "starved", "missing", "unequal"], torch.float32, False),
+        (2, ["missing"], torch.float32, True),
+        (2, ["uniform", "skewed"], torch.bfloat16, False),
+        (4, ["skewed", "unequal"], torch.float32, False),
+        pytest.param(4, ["uniform", "starved", "missing"], torch.bfloat16, True, marks=pytest.mark.full),
+        pytest.param(1, ["missing"], torch.bfloat16, True, marks=pytest.mark.full),
+    ],
+)
+def test_result_and_gradients(world: int, kinds: list[str], dtype: torch.dtype, recompute: bool) -> None:
+    for rank, found in enumerate(
+        interpreted(world).run(parity, limit_s=LIMIT_S, kinds=kinds, dtype=dtype, recompute=recompute)
+    ):
+        for kind, errors in found:
+            assert all(error < TOLERANCE[dtype] for error in errors.values()), (rank, kind, errors)
+
+
+def with_delays(rank: int, world: int) -> list[list[Tensor]]:
+    """Three rounds of two plans in flight, each rank late at other places; other tokens in the steps between."""
+    cases = [Case.of("uniform", world, seed=seed, tokens=16) for seed in (0, 1)]
+    library = _library(cases[0])
+    runs, launch = [], library.launch
+    for round_ in range(3):
+        late = random.Random(10 * rank + round_)
+
+        def slow(*args: Any, late: random.Random = late, **sizes: Any) -> None:
+            time.sleep(late.choice([0.0, 0.0, 0.02, 0.06]))
+            launch(*args, **sizes)
+
+        library.launch = slow
+        first, second = (Run(library, case, rank, world, layer=0, recompute=round_ == 2) for case in cases)
+        results = first.forward(*_counters()), second.forward(*_counters())
+        results = *results, second.backward(), first.backward()
+        runs.append([value for part in results for value in part.values()])
+    library.close()
+    return runs
+
+
+def test_the_same_bits_whoever_is_late() -> None:
+    """And with two plans in flight, and with a recomputation: step and area belong to nobody for long."""
+    for first, *others in interpreted(2).run(with_delays, limit_s=LIMIT_S):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other))
+
+
+def late_rank(rank: int, world: int) -> list[dict[str, float]]:
+    """Rank 1 computes late, then rank 0: whoever does not wait for its tiles reads the last step's."""
+    found = []
+    library = None
+    for seed in range(4):
+        case = Case.of("uniform", world, seed=seed, tokens=16)
+        if library is None:
+            library = _library(case)
+            launch = library.launch
+
+        def slow(kernel: str, *args: Any, turn: int = seed % world, **sizes: Any) -> None:
+            if kernel in ("forward", "backward") and rank == turn:
+                time.sleep(0.15)
+            launch(kernel, *args, **sizes)
+
+        library.launch = slow
+        run = Run(library, case, rank, world, layer=0, recompute=False)
+        results = {**run.forward(*_counters()), **run.backward()}
+        found.append(_worst(results, reference(case, rank, world)))
+    library.close()
+    return found
+
+
+def test_a_rank_that_computes_late_is_waited_for() -> None:
+    for found in interpreted(2).run(late_rank, limit_s=LIMIT_S):
+        for errors in found:
+            assert max(errors.values()) < 1e-5, errors
+
+
+def far_ahead(rank: int, world: int) -> list[dict[str, float]]:
+    """Rank 1 is slow to read; rank 0 would be two steps ahead and write where rank 1 still reads."""
+    cases = [Case.of("uniform", world, seed=seed, tokens=16) for seed in range(4)]
+    library = _library(cases[0])
+    launch = library.launch
+
+    def slow(kernel: str, *args: Any, **sizes: Any) -> None:
+        if rank == 1 and kernel == "forward":
+            time.sleep(0.2)
+        launch(kernel, *args, **sizes)
+
+    library.launch = slow
+    found = []
+    for case in cases:
+        # Nothing is routed to rank 1's experts: rank 0 has all it needs without it.
+        for ids in case.ids:
+            ids.copy_(torch.tensor([[0, 1]]).expand_as(ids))
+        run = Run(library, case, rank, world, layer=0, recompute=False)
+        found.append(_worst(run.forward(*_counters()), reference(case, rank, world)))
+    library.close()
+    return found
+
+
+def test_an_area_is_not_written_while_it_is_read() -> None:
+    for found in interpreted(2).run(far_ahead, limit_s=LIMIT_S):
+        for errors in found:
+            assert max(errors.values()) < 1e-5, errors
+
+
+def order_of_k(rank: int, world: int) -> bool:
+    """A sum in which the order shows: fp32 rows of very different size."""
+    case = Case.of("uniform", world, tokens=16)
+    case.ids[rank].copy_(case.ids[rank].sort(dim=1, descending=True).values)
+    for weights in case.weights:
+        weights[:, 0] = 1.0
+        weights[:, 1] = -0.999999
+    case.ids[:] = [torch.tensor([[3, 0]]).expand(16, 2).contiguous() for _ in case.ids]
+    case.w_gate_up[0], case.w_down[0] = case.w_gate_up[3], case.w_down[3]
+    library = _library(case)
+    seen: dict[str, Tensor] = {}
+    run = Run(library, case, rank, world, layer=0, recompute=False)
+    seen["y"] = run.forward(*_counters())["y"]
+    library.close()
+    return bool(seen["y"].isfinite().all())
+
+
+def budgets(rank: int, world: int) -> Any:
+    case = Case.of("skewed", world, tokens=48)
+    library = _library(case, factor=0.5, alignment=4)
+    _poison(library)
+    needed, dropped = _counters()
+    fits, needs, drops = case.kept(world, budget=library.budget, alignment=4)
+    run = Run(library, case, rank, world, layer=1, recompute=False)
+    errors = [_worst({**run.forward(needed, dropped), **run.backward()}, reference(case, rank, world, fits))]
+    counts = [(needed.tolist(), dropped.tolist(), [0, needs[rank]], [0, drops[rank]])]
+    budget = library.budget
+
+    library.resize(max(needs))
+    needed.zero_()
+    dropped.zero_()
+    run = Run(library, case, rank, world, layer=1, recompute=False)
+    errors.append(_worst({**run.forward(needed, dropped), **run.backward()}, reference(case, rank, world)))
+    counts.append((needed.tolist(), dropped.tolist(), [0, needs[rank]], [0, 0]))
+    moved = library.bytes_sent(), library.metadata_bytes_sent()
+    library.close()
+    return errors, counts, budget, sum(drops), moved
+
+
+def test_past_the_budget_routes_are_dropped_and_counted() -> None:
+    """Then the budget grows, as a replay does it, and none is."""
+    for errors, counts, budget, drops, (moved, metadata) in interpreted(2).run(budgets, limit_s=LIMIT_S):
+        assert budget == 64 and drops > 0
+        for found in errors:
+            assert max(found.values()) < 1e-5, errors
+        for needed, dropped, needs, drops_ in counts:
+            assert (needed, dropped) == (needs, drops_)
+        assert 0 < metadata < moved
+
+
+def dies(rank: int, world: int) -> str:
+    case = Case.of("uniform", world, tokens=16)
+    library = _library(case)
+    if rank == 1:
+        library.memory.fail()
+        return ""
+    try:
+        Run(library, case, rank, world, layer=0, recompute=False).forward(*_counters())
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_rank_that_fails_is_not_waited_for() -> None:
+    first, _ = interpreted(2).run(dies, limit_s=LIMIT_S)
+    assert "rank 1 of the expert-parallel group has failed" in first
+
+
+def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = DispatchSpec(num_experts=2, hidden_size=16, max_tokens=4)
+    with pytest.raises(ValueError, match=r"needs CUDA devices.*set fusion.library=auto$"):
+        TritonLibrary().wire(group=None, spec=spec, capacity_factor=None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"triton is not installed.*set fusion.library=auto$"):
+        TritonLibrary().wire(group=None, spec=spec, capacity_factor=None)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        (90, "bf16"),
+        pytest.param(90, "fp32", marks=pytest.mark.full),
+        pytest.param(100, "bf16", marks=pytest.mark.full),
+        pytest.param(100, "fp32", marks=pytest.mark.full),
+    ],
+)
+def test_kernels_compile_without_a_gpu(arch: int, dtype: str) -> None:
+    """To PTX and machine code, in a process that does not interpret."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fusion.triton_compile", str(arch), dtype],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    assert names == {"publish", "announce", "fetch", "release", "forward", "backward"}, done.stdout
