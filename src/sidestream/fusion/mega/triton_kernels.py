@@ -191,14 +191,16 @@ def publish(
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
     there = tokens < num_tokens
     rows = tokens.to(tl.int64)[:, None] * H
-    to_x = tl.multiple_of(area, 16).to(x.dtype)
-    to_grad = tl.multiple_of(area + GRAD, 16).to(x.dtype)
+    to_x = area.to(x.dtype)
+    to_grad = (area + GRAD).to(x.dtype)
     for first in range(0, H, BG):
         cols = first + tl.arange(0, BG)
         mask = there[:, None] & (cols < H)[None, :]
-        tl.store(to_x + rows + cols[None, :], tl.load(x + rows + cols[None, :], mask=mask), mask=mask)
+        at = tl.multiple_of(to_x + rows + cols[None, :], (1, 16))
+        tl.store(at, tl.load(x + rows + cols[None, :], mask=mask), mask=mask)
         if WITH_GRAD:
-            tl.store(to_grad + rows + cols[None, :], tl.load(grad + rows + cols[None, :], mask=mask), mask=mask)
+            at = tl.multiple_of(to_grad + rows + cols[None, :], (1, 16))
+            tl.store(at, tl.load(grad + rows + cols[None, :], mask=mask), mask=mask)
     if WITH_IDS:
         k = tl.arange(0, KP)
         mask = there[:, None] & (k < K)[None, :]
@@ -262,7 +264,8 @@ def _gather(
     start = tl.load(bases + route // TK) + offset + ((route % TK) // K).to(tl.int64) * (H * ITEM)
     cols = first + tl.arange(0, BG)
     mask = there[:, None] & (cols < H)[None, :]
-    ptrs = tl.multiple_of(start, 16).to(to.dtype)[:, None] + cols[None, :]
+    # An address from a table is a number to the compiler; told that rows begin at 16 bytes, it loads so many at once.
+    ptrs = tl.multiple_of(start.to(to.dtype)[:, None] + cols[None, :], (1, 16))
     values = tl.load(ptrs, mask=mask, other=0.0)
     tl.store(to + rows.to(tl.int64)[:, None] * H + cols[None, :], values, mask=valid[:, None] & (cols < H)[None, :])
 
@@ -321,7 +324,7 @@ def _reduce(
         exists = slot >= 0
         _wait(done + rank * MT + number, step, exists)
         start = tl.load(bases + rank) + offset + slot.to(tl.int64) * (H * ITEM)
-        ptrs = tl.multiple_of(start, 16).to(out.dtype)[:, None] + cols[None, :]
+        ptrs = tl.multiple_of(start.to(out.dtype)[:, None] + cols[None, :], (1, 16))
         rows = tl.load(ptrs, mask=exists[:, None] & (cols < H)[None, :], other=0.0)
         acc += rows.to(tl.float32)
     tl.store(
@@ -349,7 +352,7 @@ def forward(
     mine = tl.load(bases + rank)
     ready = (mine + READY).to(tl.pointer_type(tl.int32))
     done = (mine + DONE).to(tl.pointer_type(tl.int32))
-    result = tl.multiple_of(mine + area + ROWS, 16).to(y.dtype)
+    result = (mine + area + ROWS).to(y.dtype)
     ranks = tl.arange(0, RP)
     num_tiles = tl.load(num_tiles_ptr)
 
@@ -408,7 +411,7 @@ def forward(
                     acc = tl.zeros((BM, BN), dtype=tl.float32)
                     w = w_down + expert * (F * H)
                     acc = _product(acc, act, rows, valid, F, w, H, 1, cols, inside, F, BK, PRECISION)
-                    at = result + rows.to(tl.int64)[:, None] * H + cols[None, :]
+                    at = tl.multiple_of(result + rows.to(tl.int64)[:, None] * H + cols[None, :], (1, 16))
                     tl.store(at, acc.to(y.dtype.element_ty), mask=valid[:, None] & inside[None, :])
                     if _finish(counters + 1 + 2 * MT + m) == num_b - 1:
                         _push(bases, DONE + (rank * MT + m) * 4, step, R)
@@ -494,7 +497,7 @@ def backward(
     mine = tl.load(bases + rank)
     ready = (mine + READY).to(tl.pointer_type(tl.int32))
     done = (mine + DONE).to(tl.pointer_type(tl.int32))
-    result = tl.multiple_of(mine + area + ROWS, 16).to(dx.dtype)
+    result = (mine + area + ROWS).to(dx.dtype)
     row_grads = (mine + area + ROW_GRADS).to(tl.pointer_type(tl.float32))
     ranks = tl.arange(0, RP)
     num_tiles = tl.load(num_tiles_ptr)
@@ -560,7 +563,7 @@ def backward(
                     acc = _product(
                         acc, d_gate_up, rows, valid, 2 * F, w, 1, 2 * F, cols, inside, 2 * F, BK, PRECISION
                     )
-                    at = result + rows.to(tl.int64)[:, None] * H + cols[None, :]
+                    at = tl.multiple_of(result + rows.to(tl.int64)[:, None] * H + cols[None, :], (1, 16))
                     tl.store(at, acc.to(dx.dtype.element_ty), mask=valid[:, None] & inside[None, :])
                     if _finish(counters + 1 + 2 * MT + m) == num_b - 1:
                         _push(bases, DONE + (rank * MT + m) * 4, step, R)
