@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec
+from sidestream.fusion.mega.memory import PeerLost
 from sidestream.fusion.mega.triton_library import TritonLibrary
 from tests.fusion.triton_layer import Case, Run, close_pools, interpreted, reference
 
@@ -28,9 +29,9 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 LIMIT_S = 60.0
-# fp32: another order of the sums. bf16: results and the activation are rounded to 8 bits, and a sum of K rows of
-# rounded numbers is off by a few of these roundings of the largest.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# fp32: another order of the sums. bf16: gate and up, activation, row and result are cut to 8 bits one after another,
+# and the interpreter truncates where a GPU rounds: each is up to 2^-7 too small.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,12 +92,14 @@ def parity(rank: int, world: int, kinds: list[str], dtype: torch.dtype, recomput
 @pytest.mark.parametrize(
     ("world", "kinds", "dtype", "recompute"),
     [
-        (1, ["uniform", "starved"], torch.float32, False),
-        (2, ["uniform", "skewed", "starved", "missing", "unequal"], torch.float32, False),
+        (1, ["starved"], torch.float32, False),
+        (2, ["uniform", "starved", "skewed+missing+unequal"], torch.float32, False),
         (2, ["missing"], torch.float32, True),
-        (2, ["uniform", "skewed"], torch.bfloat16, False),
-        (4, ["skewed", "unequal"], torch.float32, False),
+        (2, ["skewed"], torch.bfloat16, False),
+        (4, ["skewed+unequal"], torch.float32, False),
+        pytest.param(2, ["skewed", "missing", "unequal"], torch.float32, False, marks=pytest.mark.full),
         pytest.param(4, ["uniform", "starved", "missing"], torch.bfloat16, True, marks=pytest.mark.full),
+        pytest.param(4, ["uniform", "starved", "missing"], torch.float32, False, marks=pytest.mark.full),
         pytest.param(1, ["missing"], torch.bfloat16, True, marks=pytest.mark.full),
     ],
 )
@@ -166,24 +169,23 @@ def test_a_rank_that_computes_late_is_waited_for() -> None:
 
 
 def far_ahead(rank: int, world: int) -> list[dict[str, float]]:
-    """Rank 1 is slow to read; rank 0 would be two steps ahead and write where rank 1 still reads."""
-    cases = [Case.of("uniform", world, seed=seed, tokens=16) for seed in range(4)]
-    library = _library(cases[0])
+    """Rank 0 has no routes and gets none: it waits for nobody, and announces two steps later while rank 1 reads."""
+    alone, shared = (Case.of("uniform", world, seed=seed) for seed in (0, 1))
+    alone.ids[0].fill_(-1)
+    alone.ids[1] = torch.tensor([[2, 3, -1]]).expand(16, -1).contiguous()
+    library = _library(alone)
     launch = library.launch
 
     def slow(kernel: str, *args: Any, **sizes: Any) -> None:
-        if rank == 1 and kernel == "forward":
-            time.sleep(0.2)
+        if rank == 1 and kernel == "fetch":
+            time.sleep(0.3)
         launch(kernel, *args, **sizes)
 
     library.launch = slow
     found = []
-    for case in cases:
-        # Nothing is routed to rank 1's experts: rank 0 has all it needs without it.
-        for ids in case.ids:
-            ids.copy_(torch.tensor([[0, 1]]).expand_as(ids))
+    for case in (alone, shared):
         run = Run(library, case, rank, world, layer=0, recompute=False)
-        found.append(_worst(run.forward(*_counters()), reference(case, rank, world)))
+        found.append(_worst({**run.forward(*_counters()), **run.backward()}, reference(case, rank, world)))
     library.close()
     return found
 
@@ -194,26 +196,29 @@ def test_an_area_is_not_written_while_it_is_read() -> None:
             assert max(errors.values()) < 1e-5, errors
 
 
-def order_of_k(rank: int, world: int) -> bool:
-    """A sum in which the order shows: fp32 rows of very different size."""
+def order_of_k(rank: int, world: int) -> tuple[bool, bool]:
+    """The rows of each token as they lie in memory, summed by hand, forwards and backwards."""
     case = Case.of("uniform", world, tokens=16)
-    case.ids[rank].copy_(case.ids[rank].sort(dim=1, descending=True).values)
-    for weights in case.weights:
-        weights[:, 0] = 1.0
-        weights[:, 1] = -0.999999
-    case.ids[:] = [torch.tensor([[3, 0]]).expand(16, 2).contiguous() for _ in case.ids]
-    case.w_gate_up[0], case.w_down[0] = case.w_gate_up[3], case.w_down[3]
     library = _library(case)
-    seen: dict[str, Tensor] = {}
     run = Run(library, case, rank, world, layer=0, recompute=False)
-    seen["y"] = run.forward(*_counters())["y"]
+    y = run.forward(*_counters())["y"]
+    at, width = library.layout, case.x[0].shape[1]
+    area = at.area + int(library.step) % 2 * at.area_size
+    rows = library.memory.local(area + at.rows, library.slots * width, torch.float32).view(-1, width)
+    first, second, third = rows[run.plan.route.place.view(-1, 3).long()].unbind(1)
+    found = torch.equal(y, first + second + third), torch.equal(y, third + second + first)
+    del rows
     library.close()
-    return bool(seen["y"].isfinite().all())
+    return found
+
+
+def test_the_sum_is_in_the_order_of_k() -> None:
+    assert interpreted(1).run(order_of_k, limit_s=LIMIT_S) == [(True, False)]
 
 
 def budgets(rank: int, world: int) -> Any:
     case = Case.of("skewed", world, tokens=48)
-    library = _library(case, factor=0.5, alignment=4)
+    library = _library(case, factor=0.4, alignment=4)
     _poison(library)
     needed, dropped = _counters()
     fits, needs, drops = case.kept(world, budget=library.budget, alignment=4)
@@ -252,7 +257,7 @@ def dies(rank: int, world: int) -> str:
         return ""
     try:
         Run(library, case, rank, world, layer=0, recompute=False).forward(*_counters())
-    except Exception as error:
+    except PeerLost as error:
         return str(error)
     return "nothing was raised"
 
@@ -290,4 +295,4 @@ def test_kernels_compile_without_a_gpu(arch: int, dtype: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"publish", "announce", "fetch", "release", "forward", "backward"}, done.stdout
+    assert names == {"publish", "announce", "fetch", "forward", "backward"}, done.stdout

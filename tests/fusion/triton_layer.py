@@ -13,7 +13,7 @@ from torch import Tensor
 from sidestream.dispatch.base import DispatchSpec
 from tests.rank_pool import RankPool
 
-H, WIDTH, K = 32, 24, 2  # the width is no multiple of a tile
+H, WIDTH, K = 32, 24, 3  # the width is no multiple of a tile
 _pools: dict[int, RankPool] = {}
 
 
@@ -59,28 +59,27 @@ class Case:
 
     @staticmethod
     def of(
-        kind: str, world: int, *, dtype: torch.dtype = torch.float32, experts: int = 4, tokens: int = 24, seed: int = 0
+        kind: str, world: int, *, dtype: torch.dtype = torch.float32, experts: int = 4, tokens: int = 16, seed: int = 0
     ) -> Case:
-        """Kinds: uniform; skewed; starved (the last rank gets nothing); missing (routes of -1); unequal (tokens)."""
+        """Kinds, joined by "+": skewed; starved (the last rank gets nothing); missing (routes of -1); unequal (tokens)."""
         random = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random)
 
-        counts = [tokens - (9 * rank if kind == "unequal" else 0) for rank in range(world)]
-        if kind == "unequal" and world > 1:
+        kinds = kind.split("+")
+        counts = [tokens - (5 * rank if "unequal" in kinds else 0) for rank in range(world)]
+        if "unequal" in kinds and world > 1:
             counts[-1] = 0
         chance = torch.ones(experts)
-        if kind == "skewed":
+        if "skewed" in kinds:
             chance[0], chance[-1] = 12.0, 1e-3
-        if kind == "starved":
-            chance[experts - experts // world if world > 1 else 1 :] = 0.0
         case = Case([], [], [], [], normal(experts, H, 2 * WIDTH) * H**-0.5, normal(experts, WIDTH, H) * 0.2, tokens)
-        if int((chance > 0).sum()) < K:
-            chance[:K] = 1.0
         for count in counts:
             ids = torch.multinomial(chance.expand(max(1, count), -1), K, generator=random)[:count]
-            if kind == "missing":
+            if "starved" in kinds:
+                ids[ids >= experts - max(1, experts // world)] = -1
+            if "missing" in kinds:
                 ids[torch.rand(ids.shape, generator=random) < 0.3] = -1
                 ids[: count // 4] = -1
             weights = torch.rand(count, K, generator=random) + 0.1

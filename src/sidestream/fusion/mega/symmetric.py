@@ -72,6 +72,7 @@ class SharedMemory:
     """Of one host; see `Windows`."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, size: int, timeout_s: float) -> None:
+        self._group, self._failed = group, False
         # The first page is the windows' own: their flag that says a rank gave up.
         self._windows = Windows(group, size=PAGE + -(-size // PAGE) * PAGE, num_flags=0, timeout_s=timeout_s)
         self.rank, self.num_ranks = self._windows.rank, self._windows.num_ranks
@@ -88,9 +89,12 @@ class SharedMemory:
                 self._windows._look_after(rank, waited_s)
 
     def fail(self) -> None:
+        self._failed = True
         self._windows.fail()
 
     def close(self) -> None:
+        if self._group is not None and not self._failed:
+            dist.barrier(group=self._group)  # a rank that had nothing to wait for is done before the others
         self._windows.close()
 
 

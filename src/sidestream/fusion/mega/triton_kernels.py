@@ -14,7 +14,7 @@ A program claims the next item with an atomic counter. Why this cannot deadlock,
   its inputs (READY), which were announced before that kernel began.
 * Under the interpreter programs run one after another: the first one claims every item in order.
 
-Flags of other ranks (READY, RELEASED, DONE of each tile) are pushed into this rank's memory, so waiting costs no trip
+Flags of other ranks (READY, DONE of each tile) are pushed into this rank's memory, so waiting costs no trip
 over the link. They hold the number of the step, which only grows: nothing has to be reset.
 
 Legend: T local tokens, K routes per token, H features, F expert width, R ranks, S slots, m tile of BM slots of one
@@ -99,12 +99,17 @@ if INTERPRET:
     def _pause(polls):
         began = time.monotonic() if int(polls) == 0 else _pause.began
         _pause.began = began
-        time.sleep(0 if int(polls) < 20 else 200e-6)
+        time.sleep(0 if int(polls) < 5 else 1e-3)
         for call in on_pause:
             call(time.monotonic() - began)
 
     def _fence():
         pass  # the interpreter's atomics are those of the processor, and Python takes locks all the time
+
+    @triton.jit
+    def _dot(a, b, acc, PRECISION: tl.constexpr):
+        # It holds bf16 as 16-bit integers and multiplies those. In fp32 the products are exact, as on a GPU.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
 else:
 
@@ -125,6 +130,10 @@ else:
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+    @triton.jit
+    def _dot(a, b, acc, PRECISION: tl.constexpr):
+        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -179,14 +188,17 @@ def _flags(bases, rank, offset):
 def publish(
     bases, step_ptr, x, grad, ids, weights, num_tokens, rank,
     R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ITEM: tl.constexpr,
-    RELEASED: tl.constexpr, AREA: tl.constexpr, AREA_SIZE: tl.constexpr,
+    READY: tl.constexpr, AREA: tl.constexpr, AREA_SIZE: tl.constexpr,
     GRAD: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr,
     WITH_IDS: tl.constexpr, WITH_GRAD: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Copy what the others read into this step's area, once nobody reads what was there two steps ago."""
+    """Copy what the others read into this step's area, once nobody reads what was there two steps ago.
+
+    A rank that has announced the last step has finished the one before.
+    """
     step = tl.load(step_ptr)
     ranks = tl.arange(0, RP)
-    _wait(_flags(bases, rank, RELEASED) + ranks, step - 2, ranks < R)
+    _wait(_flags(bases, rank, READY) + ranks, step - 1, ranks < R)
     area = tl.load(bases + rank) + AREA + (step & 1).to(tl.int64) * AREA_SIZE
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
     there = tokens < num_tokens
@@ -243,11 +255,6 @@ def fetch(
         tl.store(all_tokens + other, tokens)
 
 
-@triton.jit
-def release(bases, step_ptr, rank, R: tl.constexpr, RELEASED: tl.constexpr):
-    """Tell every rank that this one reads nothing of theirs any more in this step. One program."""
-    _push(bases, RELEASED + rank * 4, tl.load(step_ptr), R)
-
 
 # Pieces of the large kernels
 
@@ -283,7 +290,7 @@ def _product(
         inside = k < DEPTH
         x = tl.load(left + k[None, :], mask=a_valid[:, None] & inside[None, :], other=0.0)
         w = tl.load(right + k[:, None] * b_stride_k, mask=inside[:, None] & cols_valid[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        acc = _dot(x, w, acc, PRECISION)
     return acc
 
 
@@ -303,8 +310,8 @@ def _gate_up(
         x = tl.load(left + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         at = right + k[:, None] * (2 * F)
         mask = inside[:, None] & cols_valid[None, :]
-        gate = tl.dot(x, tl.load(at, mask=mask, other=0.0), gate, input_precision=PRECISION)
-        up = tl.dot(x, tl.load(at + F, mask=mask, other=0.0), up, input_precision=PRECISION)
+        gate = _dot(x, tl.load(at, mask=mask, other=0.0), gate, PRECISION)
+        up = _dot(x, tl.load(at + F, mask=mask, other=0.0), up, PRECISION)
     kept = xg.dtype.element_ty
     return gate.to(kept).to(tl.float32), up.to(kept).to(tl.float32)
 
@@ -475,7 +482,7 @@ def _weight_gradient(
         right = tl.load(
             b + wide[:, None] * b_width + j[None, :], mask=valid[:, None] & (j < b_width)[None, :], other=0.0
         )
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = _dot(left, right, acc, PRECISION)
     at = out + i.to(tl.int64)[:, None] * b_width + j[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(i < a_width)[:, None] & (j < b_width)[None, :])
 

@@ -1,12 +1,11 @@
 """`fusion.library=triton`: the layer as two persistent Triton kernels over memory that the ranks read directly.
 
     step n, on the stream of the caller          forward                          backward
-    publish    when nobody reads step n - 2      x, ids, weights                  x, dy
+    publish    when all announced n - 1          x, ids, weights                  x, dy
     announce   READY = n in every rank
     fetch, sort                                  every rank's routes              -
     one kernel                                   gather, GEMMs, DONE per tile,    gather, GEMMs, DONE per tile,
                                                  sum over k                       weight gradients, sum over k
-    release    RELEASED = n in every rank
 
 Every rank fetches all ranks' routes and sorts them for itself: nothing is negotiated, and no size is read on the host,
 so shapes are fixed (the budget, or the worst case) and a CUDA graph can hold all of it. The number of the step lives
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, receive_budget
+from sidestream.fusion.mega.memory import PeerLost
 from sidestream.fusion.mega.symmetric import SymmetricMemory, open_memory
 from sidestream.fusion.mega.windows import most_rows, timeout_of
 
@@ -41,7 +41,7 @@ class Layout:
     """Byte offsets in a rank's memory, and in one of its two areas.
 
     Attributes:
-        ready, released: `[R]` int32, written by the others: steps they have announced and released.
+        ready: `[R]` int32, written by the others: steps they have announced.
         tokens: `[2, R]` int32, written by the others: tokens they announced.
         done: `[R, MT]` int32, written by the others: the last step in which a tile of theirs was finished.
         x, grad, ids, weights: In an area: what the others read.
@@ -49,7 +49,6 @@ class Layout:
     """
 
     ready: int
-    released: int
     tokens: int
     done: int
     area: int
@@ -65,7 +64,7 @@ class Layout:
     @staticmethod
     def of(spec: DispatchSpec, *, num_ranks: int, slots: int, max_tiles: int) -> Layout:
         row, routes = spec.hidden_size * spec.dtype.itemsize, spec.max_tokens * spec.top_k
-        flags, area, size = _places(4 * num_ranks, 4 * num_ranks, 8 * num_ranks, 4 * num_ranks * max_tiles)
+        flags, area, size = _places(4 * num_ranks, 8 * num_ranks, 4 * num_ranks * max_tiles)
         inside, _, area_size = _places(
             *(spec.max_tokens * row, spec.max_tokens * row, routes * 4, routes * 4, slots * row, slots * 4)
         )
@@ -212,8 +211,13 @@ class TritonLibrary:
         hooks.append(self.memory.look_after)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.memory.fail()
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, PeerLost):
+                cause = cause.__cause__
+            if cause is not None:
+                raise cause from None  # not the interpreter's account of where it was
             raise
         finally:
             hooks.remove(self.memory.look_after)
@@ -245,7 +249,7 @@ class TritonLibrary:
             "publish", (blocks,), self.memory.bases, self.step, x, x if grad is None else grad,
             self.step if ids is None else ids, self.step if weights is None else weights, tokens, self.rank,
             R=self.num_ranks, RP=_power(self.num_ranks), H=spec.hidden_size, K=spec.top_k, KP=_power(spec.top_k),
-            ITEM=spec.dtype.itemsize, RELEASED=at.released, AREA=at.area, AREA_SIZE=at.area_size, GRAD=at.grad,
+            ITEM=spec.dtype.itemsize, READY=at.ready, AREA=at.area, AREA_SIZE=at.area_size, GRAD=at.grad,
             IDS=at.ids, WEIGHTS=at.weights, WITH_IDS=ids is not None, WITH_GRAD=grad is not None, BT=16,
             BG=min(256, _power(spec.hidden_size)),
         )  # fmt: skip
@@ -268,13 +272,6 @@ class TritonLibrary:
             AREA_SIZE=at.area_size, IDS=at.ids, WEIGHTS=at.weights, B=block,
         )  # fmt: skip
         return ids, weights, tokens
-
-    def release(self) -> None:
-        """End a step."""
-        self.launch(
-            "release", (1,), self.memory.bases, self.step, self.rank,
-            R=self.num_ranks, RELEASED=self.layout.released,
-        )  # fmt: skip
 
     def sort(self, ids: Tensor, weights: Tensor, *, num_tokens: int) -> tuple[Route, Tensor, Tensor]:
         """Give every route of every rank its slot. No size is read on the host, every shape is fixed.
@@ -393,7 +390,6 @@ class TritonPlan:
             act if self.gate_up is None else self.gate_up, act, w_gate_up, w_down, route.place, route.owner,
             route.tile, y, num_tokens, lib.rank, F=width, KEEP=keeps, **lib.sizes(),
         )  # fmt: skip
-        lib.release()
         lib.count(route.pulled.sum(), (all_tokens.sum() - num_tokens) * spec.top_k * 8)
         self.route = route if self.keep else None
 
@@ -415,7 +411,6 @@ class TritonPlan:
             L=lib.num_local, F=width, GRAD=at.grad, ROW_GRADS=at.row_grads, RECOMPUTE=self.gate_up is None,
             **lib.sizes(),
         )  # fmt: skip
-        lib.release()
         came, come_back = route.pulled
         lib.count(2 * came + come_back, come_back * 4)
         self.route = self.gate_up = None
