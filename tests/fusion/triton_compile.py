@@ -18,8 +18,8 @@ from sidestream.fusion.mega import triton_kernels as kernels
 # Sizes of a layer as they are trained: 8 ranks, 4096 tokens, 4 experts each.
 SIZES = {
     "R": 8, "RP": 8, "L": 4, "H": 2048, "F": 1408, "K": 8, "KP": 8, "TK": 32768, "MT": 516,
-    "READY": 0, "TOKENS": 256, "DONE": 384, "AREA": 2**20, "AREA_SIZE": 2**33, "GRAD": 2**24,
-    "IDS": 2**25, "WEIGHTS": 2**25 + 2**18, "ROWS": 2**26, "ROW_GRADS": 2**31, "B": 1024,
+    "READY": 0, "TOKENS": 128, "DONE": 256, "IDS": 2**20, "WEIGHTS": 2**20 + 2**18, "ROUTES_SIZE": 2**19,
+    "X": 2**21, "GRAD": 2**25, "ROWS": 2**26, "ROW_GRADS": 2**31, "B": 1024,
     "WITH_IDS": True, "WITH_GRAD": True, "KEEP": True,
 }  # fmt: skip
 INT64 = {"bases", "ids"}
@@ -66,7 +66,9 @@ def main() -> None:
         if dtype == "bf16":
             # Rows are read and written 16 bytes at once, here and at peers, and multiplied by tensor cores.
             assert "ld.global.b16" not in ptx and "st.global.b16" not in ptx, name
-            assert ("wgmma" if arch == 90 else "tcgen05.mma") in ptx or name not in ("forward", "backward"), name
+            assert ("wgmma" if arch == 90 else "tcgen05.mma") in ptx or name not in ("forward", "backward"), (
+                name
+            )
         print(name, len(ptx), compiled.metadata.shared, flush=True)
 
 

@@ -59,9 +59,15 @@ class Case:
 
     @staticmethod
     def of(
-        kind: str, world: int, *, dtype: torch.dtype = torch.float32, experts: int = 4, tokens: int = 16, seed: int = 0
+        kind: str,
+        world: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        experts: int = 4,
+        tokens: int = 16,
+        seed: int = 0,
     ) -> Case:
-        """Kinds, joined by "+": skewed; starved (the last rank gets nothing); missing (routes of -1); unequal (tokens)."""
+        """Kinds, joined by "+": skewed; starved (the last rank gets nothing); missing (routes); unequal (tokens)."""
         random = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -74,7 +80,9 @@ class Case:
         chance = torch.ones(experts)
         if "skewed" in kinds:
             chance[0], chance[-1] = 12.0, 1e-3
-        case = Case([], [], [], [], normal(experts, H, 2 * WIDTH) * H**-0.5, normal(experts, WIDTH, H) * 0.2, tokens)
+        case = Case(
+            [], [], [], [], normal(experts, H, 2 * WIDTH) * H**-0.5, normal(experts, WIDTH, H) * 0.2, tokens
+        )
         for count in counts:
             ids = torch.multinomial(chance.expand(max(1, count), -1), K, generator=random)[:count]
             if "starved" in kinds:
@@ -102,7 +110,9 @@ class Case:
             dtype=self.w_down.dtype,
         )
 
-    def kept(self, world: int, *, budget: int | None, alignment: int) -> tuple[list[Tensor], list[int], list[int]]:
+    def kept(
+        self, world: int, *, budget: int | None, alignment: int
+    ) -> tuple[list[Tensor], list[int], list[int]]:
         """Of each rank's routes, which fit; slots needed and routes dropped of each rank."""
         local = self.w_down.shape[0] // world
         fits = [torch.zeros_like(ids, dtype=torch.bool) for ids in self.ids]
@@ -156,7 +166,9 @@ def reference(case: Case, rank: int, world: int, fits: list[Tensor] | None = Non
 class Run:
     """One pass of a case on a rank."""
 
-    def __init__(self, library: Any, case: Case, rank: int, world: int, *, layer: int, recompute: bool) -> None:
+    def __init__(
+        self, library: Any, case: Case, rank: int, world: int, *, layer: int, recompute: bool
+    ) -> None:
         local = case.w_down.shape[0] // world
         self.mine = slice(rank * local, (rank + 1) * local)
         self.case, self.rank, self.library = case, rank, library

@@ -1,9 +1,9 @@
-"""The kernels of `fusion.library=triton`. Run under Triton's interpreter and compiled ahead of time; never on a GPU yet.
+"""The kernels of `fusion.library=triton`. Interpreted and compiled ahead of time; never yet run on a GPU.
 
 `forward` and `backward` are one persistent kernel each. Their work is a queue of items in the order of dependence:
 
-    forward    gather(m)  ->  expand(m, n)  ->  project(m, n)                                    -> reduce(tokens)
-    backward   gather(m)  ->  activation gradient(m, n)  ->  rows' gradient(m, n)  ->  weights' gradients, reduce(tokens)
+    forward    gather(m)  ->  expand(m, n)               ->  project(m, n)         ->  reduce(tokens)
+    backward   gather(m)  ->  activation gradient(m, n)  ->  rows' gradient(m, n)  ->  reduce(tokens), weights' gradients
 
 A program claims the next item with an atomic counter. Why this cannot deadlock, for any grid:
 
@@ -92,16 +92,17 @@ def pick_tiles(*, rows_per_expert: float, itemsize: int) -> Tiles:
 # Waiting
 
 on_pause: list[Callable[[float], None]] = []  # called while the interpreter waits, with the seconds waited
+_began = [0.0]
 
 
 if INTERPRET:
 
     def _pause(polls):
-        began = time.monotonic() if int(polls) == 0 else _pause.began
-        _pause.began = began
+        if int(polls) == 0:
+            _began[0] = time.monotonic()
         time.sleep(0 if int(polls) < 5 else 1e-3)
         for call in on_pause:
-            call(time.monotonic() - began)
+            call(time.monotonic() - _began[0])
 
     def _fence():
         pass  # the interpreter's atomics are those of the processor, and Python takes locks all the time
@@ -188,23 +189,25 @@ def _flags(bases, rank, offset):
 def publish(
     bases, step_ptr, x, grad, ids, weights, num_tokens, rank,
     R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ITEM: tl.constexpr,
-    READY: tl.constexpr, AREA: tl.constexpr, AREA_SIZE: tl.constexpr,
-    GRAD: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr,
+    READY: tl.constexpr, X: tl.constexpr, GRAD: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr,
+    ROUTES_SIZE: tl.constexpr,
     WITH_IDS: tl.constexpr, WITH_GRAD: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Copy what the others read into this step's area, once nobody reads what was there two steps ago.
+    """Copy what the others read to where they do.
 
-    A rank that has announced the last step has finished the one before.
+    Rows of the last step have been read: its kernel did not end before every tile with a token of this rank was done.
+    Routes may not have been, by a rank that is late, so there is room for two steps of them. Those of the step before
+    the last have: who has announced the last step has finished the one before.
     """
     step = tl.load(step_ptr)
     ranks = tl.arange(0, RP)
     _wait(_flags(bases, rank, READY) + ranks, step - 1, ranks < R)
-    area = tl.load(bases + rank) + AREA + (step & 1).to(tl.int64) * AREA_SIZE
+    mine = tl.load(bases + rank)
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
     there = tokens < num_tokens
     rows = tokens.to(tl.int64)[:, None] * H
-    to_x = area.to(x.dtype)
-    to_grad = (area + GRAD).to(x.dtype)
+    to_x = (mine + X).to(x.dtype)
+    to_grad = (mine + GRAD).to(x.dtype)
     for first in range(0, H, BG):
         cols = first + tl.arange(0, BG)
         mask = there[:, None] & (cols < H)[None, :]
@@ -217,9 +220,10 @@ def publish(
         k = tl.arange(0, KP)
         mask = there[:, None] & (k < K)[None, :]
         at = tokens[:, None] * K + k[None, :]
-        to_ids = (area + IDS).to(tl.pointer_type(tl.int32))
+        routes = mine + (step & 1).to(tl.int64) * ROUTES_SIZE
+        to_ids = (routes + IDS).to(tl.pointer_type(tl.int32))
         tl.store(to_ids + at, tl.load(ids + at, mask=mask).to(tl.int32), mask=mask)
-        to_weights = (area + WEIGHTS).to(tl.pointer_type(tl.float32))
+        to_weights = (routes + WEIGHTS).to(tl.pointer_type(tl.float32))
         tl.store(to_weights + at, tl.load(weights + at, mask=mask), mask=mask)
 
 
@@ -237,23 +241,22 @@ def announce(
 def fetch(
     bases, step_ptr, all_ids, all_weights, all_tokens, rank,
     R: tl.constexpr, TK: tl.constexpr, K: tl.constexpr, READY: tl.constexpr, TOKENS: tl.constexpr,
-    AREA: tl.constexpr, AREA_SIZE: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr, B: tl.constexpr,
+    IDS: tl.constexpr, WEIGHTS: tl.constexpr, ROUTES_SIZE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Wait for a rank's inputs and copy its routes. Program (rank, block); tokens that it lacks have no route."""
     step = tl.load(step_ptr)
     other = tl.program_id(0)
     _wait_one(_flags(bases, rank, READY) + other, step)
     tokens = tl.load(_flags(bases, rank, TOKENS) + (step & 1) * R + other, volatile=True)
-    area = tl.load(bases + other) + AREA + (step & 1).to(tl.int64) * AREA_SIZE
+    routes = tl.load(bases + other) + (step & 1).to(tl.int64) * ROUTES_SIZE
     at = tl.program_id(1) * B + tl.arange(0, B)
     there = at < tokens * K
-    ids = tl.load((area + IDS).to(tl.pointer_type(tl.int32)) + at, mask=there, other=-1)
-    weights = tl.load((area + WEIGHTS).to(tl.pointer_type(tl.float32)) + at, mask=there, other=0.0)
+    ids = tl.load((routes + IDS).to(tl.pointer_type(tl.int32)) + at, mask=there, other=-1)
+    weights = tl.load((routes + WEIGHTS).to(tl.pointer_type(tl.float32)) + at, mask=there, other=0.0)
     tl.store(all_ids + other * TK + at, ids, mask=at < TK)
     tl.store(all_weights + other * TK + at, weights, mask=at < TK)
     if tl.program_id(1) == 0:
         tl.store(all_tokens + other, tokens)
-
 
 
 # Pieces of the large kernels
@@ -274,7 +277,9 @@ def _gather(
     # An address from a table is a number to the compiler; told that rows begin at 16 bytes, it loads so many at once.
     ptrs = tl.multiple_of(start.to(to.dtype)[:, None] + cols[None, :], (1, 16))
     values = tl.load(ptrs, mask=mask, other=0.0)
-    tl.store(to + rows.to(tl.int64)[:, None] * H + cols[None, :], values, mask=valid[:, None] & (cols < H)[None, :])
+    tl.store(
+        to + rows.to(tl.int64)[:, None] * H + cols[None, :], values, mask=valid[:, None] & (cols < H)[None, :]
+    )
 
 
 @triton.jit
@@ -349,17 +354,16 @@ def forward(
     bases, step_ptr, counters, num_tiles_ptr, tile_expert, tile_begin, tile_end, src, row_weights,
     xg, gate_up, act, w_gate_up, w_down, place, owner, tile, y, num_tokens, rank,
     R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, F: tl.constexpr, K: tl.constexpr, TK: tl.constexpr,
-    MT: tl.constexpr, ITEM: tl.constexpr, READY: tl.constexpr, DONE: tl.constexpr, AREA: tl.constexpr,
-    AREA_SIZE: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    MT: tl.constexpr, ITEM: tl.constexpr, READY: tl.constexpr, DONE: tl.constexpr, X: tl.constexpr,
+    ROWS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The layer. Counters, zeroed before: next item; then per tile: gathered, expanded, projected columns."""
     step = tl.load(step_ptr)
-    area = AREA + (step & 1).to(tl.int64) * AREA_SIZE
     mine = tl.load(bases + rank)
     ready = (mine + READY).to(tl.pointer_type(tl.int32))
     done = (mine + DONE).to(tl.pointer_type(tl.int32))
-    result = (mine + area + ROWS).to(y.dtype)
+    result = (mine + ROWS).to(y.dtype)
     ranks = tl.arange(0, RP)
     num_tiles = tl.load(num_tiles_ptr)
 
@@ -381,7 +385,7 @@ def forward(
                     rows = tl.load(tile_begin + m) + tl.arange(0, BM)
                     valid = rows < tl.load(tile_end + m)
                     _wait(ready + ranks, step, ranks < R)
-                    _gather(bases, area, src, xg, rows, valid, r // GROUP * BG, H, TK, K, ITEM, BG)
+                    _gather(bases, X, src, xg, rows, valid, r // GROUP * BG, H, TK, K, ITEM, BG)
                     _finish(counters + 1 + m)
             elif r < GROUP * (num_g + num_a):
                 r -= GROUP * num_g
@@ -426,7 +430,7 @@ def forward(
             r = item - main
             tokens = r // num_g * BT + tl.arange(0, BT)
             _reduce(
-                bases, done, area + ROWS, place, owner, tile, y, tokens, tokens < num_tokens, r % num_g * BG, step,
+                bases, done, ROWS, place, owner, tile, y, tokens, tokens < num_tokens, r % num_g * BG, step,
                 H, K, MT, ITEM, BT, BG,
             )  # fmt: skip
         item = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
@@ -454,7 +458,9 @@ def _activation_gradient(
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     wide = rows.to(tl.int64)[:, None]
-    tl.store(act + wide * F + cols[None, :], (silu * up * weight[:, None]).to(act.dtype.element_ty), mask=mask)
+    tl.store(
+        act + wide * F + cols[None, :], (silu * up * weight[:, None]).to(act.dtype.element_ty), mask=mask
+    )
     tl.store(partial + first // BN * S + rows, tl.sum(d_act * silu * up, axis=1), mask=valid)
     d_act *= weight[:, None]
     d_gate = d_act * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
@@ -494,18 +500,17 @@ def backward(
     place, owner, tile, dx, d_weights, dw_gate_up, dw_down, num_tokens, rank, S,
     R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, H: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     TK: tl.constexpr, MT: tl.constexpr, ITEM: tl.constexpr, READY: tl.constexpr, DONE: tl.constexpr,
-    AREA: tl.constexpr, AREA_SIZE: tl.constexpr, GRAD: tl.constexpr, ROWS: tl.constexpr, ROW_GRADS: tl.constexpr,
+    X: tl.constexpr, GRAD: tl.constexpr, ROWS: tl.constexpr, ROW_GRADS: tl.constexpr,
     RECOMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Its reverse. Counters as in `forward`, and per expert: tiles' columns whose activation gradient is there."""
     step = tl.load(step_ptr)
-    area = AREA + (step & 1).to(tl.int64) * AREA_SIZE
     mine = tl.load(bases + rank)
     ready = (mine + READY).to(tl.pointer_type(tl.int32))
     done = (mine + DONE).to(tl.pointer_type(tl.int32))
-    result = (mine + area + ROWS).to(dx.dtype)
-    row_grads = (mine + area + ROW_GRADS).to(tl.pointer_type(tl.float32))
+    result = (mine + ROWS).to(dx.dtype)
+    row_grads = (mine + ROW_GRADS).to(tl.pointer_type(tl.float32))
     ranks = tl.arange(0, RP)
     num_tiles = tl.load(num_tiles_ptr)
 
@@ -531,8 +536,8 @@ def backward(
                     rows = tl.load(tile_begin + m) + tl.arange(0, BM)
                     valid = rows < tl.load(tile_end + m)
                     _wait(ready + ranks, step, ranks < R)
-                    _gather(bases, area, src, xg, rows, valid, r // GROUP * BG, H, TK, K, ITEM, BG)
-                    _gather(bases, area + GRAD, src, dyg, rows, valid, r // GROUP * BG, H, TK, K, ITEM, BG)
+                    _gather(bases, X, src, xg, rows, valid, r // GROUP * BG, H, TK, K, ITEM, BG)
+                    _gather(bases, GRAD, src, dyg, rows, valid, r // GROUP * BG, H, TK, K, ITEM, BG)
                     _finish(counters + 1 + m)
             elif r < GROUP * (num_g + num_a):
                 r -= GROUP * num_g
@@ -581,14 +586,14 @@ def backward(
                 tokens = sums // num_g * BT + tl.arange(0, BT)
                 there = tokens < num_tokens
                 _reduce(
-                    bases, done, area + ROWS, place, owner, tile, dx, tokens, there, sums % num_g * BG, step,
+                    bases, done, ROWS, place, owner, tile, dx, tokens, there, sums % num_g * BG, step,
                     H, K, MT, ITEM, BT, BG,
                 )  # fmt: skip
                 if sums % num_g == 0:
                     for k in range(K):
                         slot = tl.load(place + tokens * K + k, mask=there, other=-1)
                         other = tl.load(owner + tokens * K + k, mask=there, other=0)
-                        start = tl.load(bases + other) + area + ROW_GRADS + slot.to(tl.int64) * 4
+                        start = tl.load(bases + other) + ROW_GRADS + slot.to(tl.int64) * 4
                         value = tl.load(start.to(tl.pointer_type(tl.float32)), mask=slot >= 0, other=0.0)
                         tl.store(d_weights + tokens * K + k, value, mask=there)
             else:

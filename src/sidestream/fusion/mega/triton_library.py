@@ -9,7 +9,7 @@
 
 Every rank fetches all ranks' routes and sorts them for itself: nothing is negotiated, and no size is read on the host,
 so shapes are fixed (the budget, or the worst case) and a CUDA graph can hold all of it. The number of the step lives
-on the device for the same reason; its parity chooses between two areas.
+on the device for the same reason.
 
 Run under Triton's interpreter, on CPUs, and compiled for sm_90 and sm_100; it has never run on a GPU.
 """
@@ -38,46 +38,47 @@ _BLOCK = 1024  # routes that a program fetches
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte offsets in a rank's memory, and in one of its two areas.
+    """Byte offsets in a rank's memory.
 
     Attributes:
         ready: `[R]` int32, written by the others: steps they have announced.
-        tokens: `[2, R]` int32, written by the others: tokens they announced.
+        tokens: `[2, R]` int32, written by the others: tokens they announced, in odd and even steps.
         done: `[R, MT]` int32, written by the others: the last step in which a tile of theirs was finished.
-        x, grad, ids, weights: In an area: what the others read.
-        rows, row_grads: In an area: the results for the others.
+        ids, weights: `[T, K]`, of even steps; of odd ones `routes_size` further on. All others read them.
+        x, grad: `[T, H]`: rows of this rank's tokens, which the ranks of their experts read.
+        rows, row_grads: `[S, H]`, `[S]`: results, which the ranks of the tokens read.
     """
 
     ready: int
     tokens: int
     done: int
-    area: int
-    area_size: int
-    x: int
-    grad: int
     ids: int
     weights: int
+    x: int
+    grad: int
     rows: int
     row_grads: int
     size: int
+    routes_size: int
 
     @staticmethod
     def of(spec: DispatchSpec, *, num_ranks: int, slots: int, max_tiles: int) -> Layout:
-        row, routes = spec.hidden_size * spec.dtype.itemsize, spec.max_tokens * spec.top_k
-        flags, area, size = _places(4 * num_ranks, 8 * num_ranks, 4 * num_ranks * max_tiles)
-        inside, _, area_size = _places(
-            *(spec.max_tokens * row, spec.max_tokens * row, routes * 4, routes * 4, slots * row, slots * 4)
+        row, routes = spec.hidden_size * spec.dtype.itemsize, spec.max_tokens * spec.top_k * 4
+        tokens = spec.max_tokens * row
+        sizes = 4 * num_ranks, 8 * num_ranks, 4 * num_ranks * max_tiles, routes, routes, routes, routes
+        places = _places(*sizes, *(tokens, tokens, slots * row, slots * 4))
+        ready, number, done, ids, weights, odd, _, x, grad, rows, row_grads, size = places
+        return Layout(
+            ready, number, done, ids, weights, x, grad, rows, row_grads, size, routes_size=odd - ids
         )
-        return Layout(*flags, area, area_size, *inside, size + 2 * area_size)
 
 
-def _places(*sizes: int) -> tuple[list[int], int, int]:
-    """Where pieces of these sizes begin; twice where they end."""
-    begins, end = [], 0
+def _places(*sizes: int) -> list[int]:
+    """Where pieces of these sizes begin, and where the last one ends."""
+    places = [0]
     for size in sizes:
-        begins.append(end)
-        end += -(-max(1, size) // _LINE) * _LINE
-    return begins, end, end
+        places.append(places[-1] + -(-max(1, size) // _LINE) * _LINE)
+    return places
 
 
 @dataclass
@@ -144,7 +145,9 @@ class TritonLibrary:
         )
         if capacity_factor is not None:
             self.budget = receive_budget(capacity_factor, spec, alignment=spec.alignment)
-        self._moved = torch.zeros(2, dtype=torch.int64, device=spec.device)  # bytes; of these, the ones of no rows
+        self._moved = torch.zeros(
+            2, dtype=torch.int64, device=spec.device
+        )  # bytes; of these, the ones of no rows
         self._open()
 
     def _open(self) -> None:
@@ -158,7 +161,9 @@ class TritonLibrary:
         )
         self.rank = self.memory.rank
         self.step = torch.zeros(1, dtype=torch.int32, device=device)  # counted by the device
-        self._counters = torch.zeros(1 + 3 * self.max_tiles + self.num_local, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(
+            1 + 3 * self.max_tiles + self.num_local, dtype=torch.int32, device=device
+        )
         self._buffers: dict[str, Tensor] = {}
 
     def plan(self, *, layer: int, keep: bool, recompute: bool) -> TritonPlan:
@@ -234,7 +239,7 @@ class TritonLibrary:
         return {
             "R": self.num_ranks, "RP": _power(self.num_ranks), "H": spec.hidden_size, "K": spec.top_k,
             "TK": spec.max_tokens * spec.top_k, "MT": self.max_tiles, "ITEM": spec.dtype.itemsize,
-            "READY": at.ready, "DONE": at.done, "AREA": at.area, "AREA_SIZE": at.area_size, "ROWS": at.rows,
+            "READY": at.ready, "DONE": at.done, "X": at.x, "ROWS": at.rows,
             "PRECISION": "ieee" if spec.dtype == torch.float32 else "tf32",
             "BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "BG": min(tiles.gather, _power(spec.hidden_size)),
             "BT": tiles.tokens, "GROUP": tiles.group, "num_warps": tiles.warps, "num_stages": tiles.stages,
@@ -249,8 +254,8 @@ class TritonLibrary:
             "publish", (blocks,), self.memory.bases, self.step, x, x if grad is None else grad,
             self.step if ids is None else ids, self.step if weights is None else weights, tokens, self.rank,
             R=self.num_ranks, RP=_power(self.num_ranks), H=spec.hidden_size, K=spec.top_k, KP=_power(spec.top_k),
-            ITEM=spec.dtype.itemsize, READY=at.ready, AREA=at.area, AREA_SIZE=at.area_size, GRAD=at.grad,
-            IDS=at.ids, WEIGHTS=at.weights, WITH_IDS=ids is not None, WITH_GRAD=grad is not None, BT=16,
+            ITEM=spec.dtype.itemsize, READY=at.ready, X=at.x, GRAD=at.grad, IDS=at.ids, WEIGHTS=at.weights,
+            ROUTES_SIZE=at.routes_size, WITH_IDS=ids is not None, WITH_GRAD=grad is not None, BT=16,
             BG=min(256, _power(spec.hidden_size)),
         )  # fmt: skip
         self.launch(
@@ -268,8 +273,8 @@ class TritonLibrary:
         block = min(_BLOCK, _power(routes))
         self.launch(
             "fetch", (self.num_ranks, -(-routes // block)), self.memory.bases, self.step, ids, weights, tokens,
-            self.rank, R=self.num_ranks, TK=routes, K=spec.top_k, READY=at.ready, TOKENS=at.tokens, AREA=at.area,
-            AREA_SIZE=at.area_size, IDS=at.ids, WEIGHTS=at.weights, B=block,
+            self.rank, R=self.num_ranks, TK=routes, K=spec.top_k, READY=at.ready, TOKENS=at.tokens, IDS=at.ids,
+            WEIGHTS=at.weights, ROUTES_SIZE=at.routes_size, B=block,
         )  # fmt: skip
         return ids, weights, tokens
 
@@ -430,9 +435,13 @@ def _kernels(spec: DispatchSpec) -> Any:
             f"set fusion.library=auto"
         )
     if spec.device.type == "cuda" and triton_kernels.INTERPRET:
-        raise ValueError("fusion.library=triton: TRITON_INTERPRET=1 is for CPUs; unset it, or set fusion.library=auto")
+        raise ValueError(
+            "fusion.library=triton: TRITON_INTERPRET=1 is for CPUs; unset it, or set fusion.library=auto"
+        )
     if spec.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"fusion.library=triton: it computes in bf16 or fp32, not {spec.dtype}; set fusion=grouped")
+        raise ValueError(
+            f"fusion.library=triton: it computes in bf16 or fp32, not {spec.dtype}; set fusion=grouped"
+        )
     if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (9, 0):
         raise ValueError("fusion.library=triton: it is built for Hopper and later GPUs; set fusion=grouped")
     _check_width(spec.hidden_size, spec, name="model.hidden_size")
