@@ -15,14 +15,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestream.dispatch.base import DispatchSpec
 from sidestream.fusion.mega.memory import PeerLost
+from sidestream.fusion.mega.symmetric import DeviceMemory
 from sidestream.fusion.mega.triton_library import TritonLibrary
 from tests.fusion.triton_layer import Case, Run, close_pools, interpreted, reference
 
@@ -253,6 +257,62 @@ def test_past_the_budget_routes_are_dropped_and_counted() -> None:
         for needed, dropped, needs, drops_ in counts:
             assert (needed, dropped) == (needs, drops_)
         assert 0 < metadata < moved
+
+
+class NoHostRead(TorchDispatchMode):
+    """Nothing that reads a value on the host or has a size that depends on one: a CUDA graph could hold the rest."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in (
+            "_local_scalar_dense",
+            "item",
+            "nonzero",
+            "masked_select",
+            "_unique2",
+            "bincount",
+        ), name
+        return func(*args, **(kwargs or {}))
+
+
+def captured(rank: int, world: int) -> None:
+    case = Case.of("skewed+missing", world)
+    library = _library(case, factor=1.0)
+    run = Run(library, case, rank, world, layer=0, recompute=False)
+    counters = _counters()
+    with NoHostRead():
+        run.forward(*counters)
+        run.backward()
+    library.close()
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    interpreted(1).run(captured, limit_s=LIMIT_S)
+
+
+def no_link(rank: int, world: int) -> str:
+    """PyTorch's symmetric memory, of which one rank gets none."""
+
+    class Handle:
+        def get_remote_tensor(self, peer: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(sizes, dtype=dtype)
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if rank == 1:
+            raise RuntimeError("no access to peers")
+        return torch.empty(size, dtype=dtype)
+
+    with mock.patch.multiple(symmetric_memory, empty=empty, rendezvous=lambda buffer, group: Handle()):
+        try:
+            DeviceMemory(dist.group.WORLD, size=256, device=torch.device("cpu"))
+        except ValueError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_every_rank_hears_that_one_has_no_link() -> None:
+    for text in interpreted(2).run(no_link, limit_s=LIMIT_S):
+        assert "no access to peers" in text and text.endswith("set fusion=grouped dispatcher=alltoall"), text
 
 
 def dies(rank: int, world: int) -> str:

@@ -66,6 +66,9 @@ def main() -> None:
         if dtype == "bf16":
             # Rows are read and written 16 bytes at once, here and at peers, and multiplied by tensor cores.
             assert "ld.global.b16" not in ptx and "st.global.b16" not in ptx, name
+            # Warps leave a waiting loop one by one: no barrier may be in it.
+            loops = [block for block in ptx.split("$L__BB") if "nanosleep" in block]
+            assert not any("bar.sync" in loop.split("nanosleep")[0] for loop in loops), name
             assert ("wgmma" if arch == 90 else "tcgen05.mma") in ptx or name not in ("forward", "backward"), (
                 name
             )

@@ -125,10 +125,11 @@ class DeviceMemory:
                 self._handle.get_remote_tensor(rank, (size,), torch.uint8) for rank in range(self.num_ranks)
             ]
             addresses = [other.data_ptr() for other in others]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
         # One rank's trouble is everyone's. This is also the barrier after the zeros.
-        torch.cuda.synchronize(device)
         told: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(told, (host().split()[0], problem), group=group)
         if any(text for _, text in told):

@@ -2,8 +2,8 @@
 
 `forward` and `backward` are one persistent kernel each. Their work is a queue of items in the order of dependence:
 
-    forward    gather(m)  ->  expand(m, n)               ->  project(m, n)         ->  reduce(tokens)
-    backward   gather(m)  ->  activation gradient(m, n)  ->  rows' gradient(m, n)  ->  reduce(tokens), weights' gradients
+    forward    gather(m)  ->  expand(m, n)               ->  project(m, n)        ->  reduce(tokens)
+    backward   gather(m)  ->  activation gradient(m, n)  ->  rows' gradient(m, n) ->  reduce(tokens), weights' gradients
 
 A program claims the next item with an atomic counter. Why this cannot deadlock, for any grid:
 
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+VARYING = ["num_tokens", "rank", "S"]  # not compiled for their values
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ else:
 
     @triton.jit
     def _pause(polls):
-        # A rank that died must not hang the others for ever: after some minutes, an error of the device.
+        # A rank that died must not hang the others for ever: after a quarter of an hour or more, an error.
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.s32 p, $1, 268435456; @p trap; nanosleep.u32 100; mov.u32 $0, 0; }",
+            "{ .reg .pred p; setp.gt.s32 p, $1, 1073741824; @p trap; nanosleep.u32 100; mov.u32 $0, 0; }",
             "=r,r",
             [polls],
             dtype=tl.int32,
@@ -185,7 +186,7 @@ def _flags(bases, rank, offset):
 # Small kernels around the large ones
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def publish(
     bases, step_ptr, x, grad, ids, weights, num_tokens, rank,
     R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ITEM: tl.constexpr,
@@ -227,7 +228,7 @@ def publish(
         tl.store(to_weights + at, tl.load(weights + at, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def announce(
     bases, step_ptr, num_tokens, rank, R: tl.constexpr, READY: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
@@ -237,7 +238,7 @@ def announce(
     _push(bases, READY + rank * 4, step, R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def fetch(
     bases, step_ptr, all_ids, all_weights, all_tokens, rank,
     R: tl.constexpr, TK: tl.constexpr, K: tl.constexpr, READY: tl.constexpr, TOKENS: tl.constexpr,
@@ -349,7 +350,7 @@ def _reduce(
 # The large kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward(
     bases, step_ptr, counters, num_tiles_ptr, tile_expert, tile_begin, tile_end, src, row_weights,
     xg, gate_up, act, w_gate_up, w_down, place, owner, tile, y, num_tokens, rank,
@@ -493,7 +494,7 @@ def _weight_gradient(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(i < a_width)[:, None] & (j < b_width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def backward(
     bases, step_ptr, counters, num_tiles_ptr, tile_expert, tile_begin, tile_end, expert_begin, expert_end,
     expert_tiles, src, row_weights, xg, dyg, gate_up, act, d_gate_up, partial, w_gate_up, w_down,
