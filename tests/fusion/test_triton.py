@@ -177,9 +177,15 @@ def far_ahead(rank: int, world: int) -> list[dict[str, float]]:
     library = _library(alone)
     launch = library.launch
 
+    # In these steps rank 1 reads once rank 0 has announced that one; the second it should never do.
+    announced = {1: 2, 5: 7}
+
     def slow(kernel: str, *args: Any, **sizes: Any) -> None:
         if rank == 1 and kernel == "fetch":
-            time.sleep(0.3)
+            ready = library.memory.local(library.layout.ready, world, torch.int32)
+            until = time.monotonic() + 1.5
+            while ready[0] < announced.get(int(library.step), 0) and time.monotonic() < until:
+                time.sleep(0.01)
         launch(kernel, *args, **sizes)
 
     library.launch = slow
@@ -196,7 +202,7 @@ def far_ahead(rank: int, world: int) -> list[dict[str, float]]:
     for run in (second, first):
         found.append(_worst(run.backward(), expected[id(run.case)]))
     found.append(_worst(forward(alone).backward(), expected[id(alone)]))
-    forward(shared)  # two steps later
+    forward(shared)  # two steps later: not before rank 1 has read
     library.close()
     return found
 
