@@ -234,10 +234,13 @@ def test_the_sum_is_in_the_order_of_k() -> None:
 
 def budgets(rank: int, world: int) -> Any:
     case = Case.of("skewed", world, tokens=48)
-    library = _library(case, factor=0.4, alignment=4)
+    library = _library(case, factor=0.4, alignment=16)
     _poison(library)
     needed, dropped = _counters()
-    fits, needs, drops = case.kept(world, budget=library.budget, alignment=4)
+    fits, needs, drops = case.kept(world, budget=library.budget, alignment=16)
+    assert all(need > int((torch.cat(case.ids) // 2 == owner).sum()) for owner, need in enumerate(needs)), (
+        "padding"
+    )
     run = Run(library, case, rank, world, layer=1, recompute=False)
     errors = [_worst({**run.forward(needed, dropped), **run.backward()}, reference(case, rank, world, fits))]
     counts = [(needed.tolist(), dropped.tolist(), [0, needs[rank]], [0, drops[rank]])]

@@ -79,7 +79,7 @@ class Case:
             counts[-1] = 0
         chance = torch.ones(experts)
         if "skewed" in kinds:
-            chance[0], chance[-1] = 12.0, 1e-3
+            chance[0], chance[-1] = 12.0, 0.1
         case = Case(
             [], [], [], [], normal(experts, H, 2 * WIDTH) * H**-0.5, normal(experts, WIDTH, H) * 0.2, tokens
         )
