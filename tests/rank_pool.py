@@ -112,7 +112,8 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
-        _pools.pop(self.world, None)
+        if _pools.get(self.world) is self:
+            del _pools[self.world]
         self._folder.cleanup()
 
     def close(self) -> None:
