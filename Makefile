@@ -15,7 +15,8 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
 
-test-all: $(STAMP)
+# Everything, with the kernels that `make test` skips because Triton is a gigabyte.
+test-all: $(VENV)/.triton
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)
@@ -34,6 +35,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) "torch~=2.13.0"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable ".[dev]"
 	touch $(STAMP)
+
+$(VENV)/.triton: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable ".[dev,triton]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -347,7 +347,7 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs CUDA devices.*set fusion.library=auto$"):
         TritonLibrary().wire(group=None, spec=spec, capacity_factor=None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"triton is not installed.*set fusion.library=auto$"):
+    with pytest.raises(ValueError, match=r"triton is not installed; .*set fusion=grouped$"):
         TritonLibrary().wire(group=None, spec=spec, capacity_factor=None)
 
 

@@ -28,6 +28,10 @@ def library_for(name: str, spec: DispatchSpec) -> FusedLibrary:
         from sidestream.fusion.mega.windows import WindowsLibrary
 
         return WindowsLibrary()
+    if name == "triton":
+        from sidestream.fusion.mega.triton_library import TritonLibrary
+
+        return TritonLibrary()
     if name == "mok":
         from sidestream.fusion.mega.mok import MoKLibrary
 

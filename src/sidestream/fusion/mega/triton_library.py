@@ -124,7 +124,7 @@ class TritonLibrary:
     transport = "symmetric_memory"
     budget: int | None = None
     # x again, too: as published for the backward it needs no place of its own while it waits.
-    again = (0, 2, 3)
+    again: tuple[int, ...] = (0, 2, 3)
     fuses_shared = False
 
     def __init__(self, tiles: Any = None) -> None:
@@ -425,7 +425,7 @@ def _kernels(spec: DispatchSpec) -> Any:
     """The module of kernels, if they can run for these sizes."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
-            "fusion.library=triton: triton is not installed (pip install triton); set fusion.library=auto"
+            "fusion.library=triton: triton is not installed; pip install triton, or set fusion=grouped"
         )
     from sidestream.fusion.mega import triton_kernels
 
