@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sidestream.compare import quality
 from sidestream.tracking.result import RunResult
 from tests.docs.pages import README, script, text
 
@@ -39,6 +40,16 @@ def test_the_graph_table_is_the_one_of_the_committed_measurement():
     for record in json.loads(text(render_readme.GRAPH_RESULT))["results"]:
         memory = record["peak_memory_bytes"]
         assert record["speedup"]["median"] >= 1.0 and memory["graph"] <= 2 * memory["eager"]
+
+
+def test_the_quality_table_is_the_one_of_the_committed_study():
+    page = text(render_readme.QUALITY)
+    assert render_readme.render_quality(page) == page, "run `make readme`"
+    study = json.loads(text(render_readme.QUALITY_RESULT))
+    # What the page says of it in words: the claim that was planned is not shown, for either tap.
+    for arm in ("scmoe_pos1", "scmoe_pos2"):
+        assert quality.not_worse(quality.difference(study, arm)) is False
+    assert "**Not shown.**" in page
 
 
 def test_the_fusion_tables_are_those_of_the_committed_measurements():
