@@ -260,6 +260,11 @@ def step_graphs() -> str:
     return on_one_gpu(graphs_agree)
 
 
+def fused() -> str:
+    """With each schedule, fusion=mega trains like grouped experts, and exactly so with a step graph."""
+    return on_one_gpu(fused_agrees)
+
+
 def step_lint() -> str:
     """Nothing in a static step makes the host wait or depends on its values."""
     return on_one_gpu(lint_is_clean)
@@ -299,6 +304,28 @@ def graphs_agree(device: torch.device) -> str:
         if graph != first:
             raise RuntimeError(f"overlap={name}: with a graph {graph}, without {first}")
     return f"4 steps equal bit for bit on {device.type} in {precision}: {', '.join(SCHEDULES)}"
+
+
+def fused_agrees(device: torch.device) -> str:
+    """Trains four steps of grouped experts, of the fused operation, and of that in a graph."""
+    precision, limit = ("bf16-mixed", 2e-2) if device.type == "cuda" else ("32-true", 1e-4)
+    mega = ["fusion=mega", *(["fusion.capacity_factor=8.0"] if device.type == "cuda" else []), *MICRO[:4]]
+    worst, names = 0.0, [name for name in SCHEDULES if name != "chunked"]  # which it is refused with
+    for name in names:
+        options = [*SCHEDULES[name], f"trainer.precision={precision}"]
+        grouped = trained(composed(CONF, [*STATIC, *options]), device, "eager")
+        first, graph = (
+            trained(composed(CONF, [*mega, *options]), device, kind) for kind in ("eager", "graph")
+        )
+        if graph != first:
+            raise RuntimeError(f"fusion=mega overlap={name}: with a graph {graph}, without {first}")
+        error = max(abs(one - other) for one, other in zip(first[:4], grouped[:4]))
+        if not error < limit:
+            raise RuntimeError(f"fusion=mega overlap={name}: losses {first[:4]}, grouped {grouped[:4]}")
+        worst = max(worst, error)
+    return (
+        f"losses within {worst:.1e} of grouped experts', with a graph equal bit for bit: {', '.join(names)}"
+    )
 
 
 def trained(cfg: Any, device: torch.device, kind: str) -> list[float]:
@@ -414,6 +441,7 @@ CHECKS: list[Callable[[], str]] = [
     nccl_exchange,
     training,
     step_graphs,
+    fused,
     step_lint,
     graph_speed,
 ]

@@ -27,6 +27,7 @@ def test_without_a_gpu_it_says_what_it_skips_and_why(tmp_path: Path, capsys: pyt
         "nccl exchange": "skipped",
         "training": "skipped",
         "step graphs": "skipped",
+        "fused": "skipped",
         "step lint": "skipped",
         "graph speed": "skipped",
     }
@@ -35,7 +36,7 @@ def test_without_a_gpu_it_says_what_it_skips_and_why(tmp_path: Path, capsys: pyt
     assert [row["detail"] for row in rows if row["state"] == "skipped"] == [
         "needs 1 CUDA device, torch sees 0",
         "needs 2 CUDA devices, torch sees 0",
-        *["needs 1 CUDA device, torch sees 0"] * 4,
+        *["needs 1 CUDA device, torch sees 0"] * 5,
     ]
 
 
@@ -69,6 +70,7 @@ def on_the_cpu(rank: int, world: int, *, name: str, broken: bool = False) -> str
     ("name", "expected"),
     [
         ("graphs_agree", "4 steps equal bit for bit on cpu in 32-true: shortcut"),
+        ("fused_agrees", "with a graph equal bit for bit: shortcut"),
         ("lint_is_clean", "reads nothing on the host"),
         pytest.param("speed_with_a_graph", " x; capture ", marks=pytest.mark.full),
     ],
