@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from sidestream.config import mok
+from sidestream.config import mok_limits as limits
 from sidestream.config.errors import ConfigError
+from sidestream.config.mok_limits import Sizes, Tuning, first_violation, most_rows, schedule_factor
 from sidestream.dispatch.base import DispatchSpec
-from sidestream.fusion.mega import limits, mok
-from sidestream.fusion.mega.limits import Sizes, Tuning, first_violation, most_rows, schedule_factor
+from sidestream.fusion.mega import mok
 from sidestream.fusion.mega.mok import MoKLibrary
 from tests.dispatch.broken import Proxy, with_arguments
 from tests.doubles.mok import MoK

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
-from sidestream.fusion.mega.limits import Sizes, first_violation
+from sidestream.config.mok_limits import Sizes, first_violation
 
 if TYPE_CHECKING:
     from sidestream.config.compatibility import Layout

@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.config.errors import ConfigError
-from sidestream.dispatch.base import DispatchSpec
-from sidestream.fusion.mega.limits import (
+from sidestream.config.mok_limits import (
     UNFUSED,
     Sizes,
     Tuning,
@@ -44,6 +43,7 @@ from sidestream.fusion.mega.limits import (
     schedule_factor,
     up,
 )
+from sidestream.dispatch.base import DispatchSpec
 
 MODULE = "mok.functional"
 INSTALLED = "github.com/cursor/mixture-of-kittens, built for this GPU (MOK_ARCH=SM100 or SM103)"
