@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from sidestream.config import mok
 from sidestream.config import mok_limits as limits
 from sidestream.config.errors import ConfigError
 from sidestream.config.mok_limits import Sizes, Tuning, first_violation, most_rows, schedule_factor
