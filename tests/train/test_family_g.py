@@ -141,3 +141,23 @@ def test_fully_shard_resumes_bit_identically_and_by_replicate(world: int, ep: in
     # A checkpoint does not know how the tensors were cut.
     fit(other, "balance=bias", f"resume={other}", world=2)
     assert all(abs(losses(other)[step] - loss) < 2e-6 for step, loss in losses(whole).items())
+
+
+def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_step(tmp_path: Path) -> None:
+    given = [
+        *STATEFUL,
+        "scheduler=cosine",
+        "scheduler.warmup_steps=0",
+        "callbacks.checkpoint.every_n_steps=3",
+    ]
+    fit(tmp_path, *given, "trainer.max_steps=3")
+    fit(tmp_path, *given, "trainer.max_steps=6", f"resume={tmp_path}")
+    straight = tmp_path / "straight"
+    fit(straight, *given, "trainer.max_steps=6")
+
+    def rates(folder: Path) -> dict[int, float]:
+        return {r["step"]: r["train/lr"] for r in RunFolder(folder).read_metrics() if "train/lr" in r}
+
+    assert {step: rates(tmp_path)[step] for step in (4, 5, 6)} == {
+        step: rates(straight)[step] for step in (4, 5, 6)
+    }

@@ -126,8 +126,19 @@ class SidestreamModule(LightningModule):
             data_checksum=recipe.data_checksum,
             overflow=None if self._restored is None else self._restored.get("overflow"),
         )
+        self._set_rate()
         self._seed_rank()
         self.recorder.begin(step=self.global_step)
+
+    def _set_rate(self) -> None:
+        """A checkpoint has the rate of its own schedule, which may have been of another length."""
+        scheduler: Any = self.lr_schedulers()
+        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs):
+            rate = base * self._factor(self.global_step)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
