@@ -1,5 +1,6 @@
 """Compile every kernel for a GPU that need not be there: `python -m tests.fusion.triton_compile 90 bf16`.
 
+With `all` behind it, the large ones for every entry of `triton_kernels.SPACE`.
 Prints for each kernel: name, bytes of PTX, bytes of shared memory.
 """
 
@@ -28,13 +29,14 @@ INT32 = {
     "expert_tiles", "src", "place", "owner", "tile", "all_ids", "all_tokens",
 }  # fmt: skip
 FP32 = {"weights", "row_weights", "partial", "d_weights", "all_weights"}
+SHARED = 227 * 1024  # bytes that a program can have on Hopper and Blackwell
 SCALARS = {"num_tokens", "rank", "S"}
 
 
-def compile_for(name: str, arch: int, dtype: str, **more: Any) -> Any:
+def compile_for(name: str, arch: int, dtype: str, *, tiles: Any = None, **more: Any) -> Any:
     """The compiled kernel."""
     itemsize = 2 if dtype == "bf16" else 4
-    tiles = kernels.pick_tiles(rows_per_expert=8192, itemsize=itemsize)
+    tiles = tiles or kernels.pick_tiles(rows_per_expert=8192, itemsize=itemsize)
     sizes = {
         **SIZES, "ITEM": itemsize, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "RECOMPUTE": True,
         "BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "BG": tiles.gather, "BT": tiles.tokens, "GROUP": tiles.group,
@@ -56,23 +58,30 @@ def compile_for(name: str, arch: int, dtype: str, **more: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
+def check(name: str, arch: int, dtype: str, compiled: Any) -> None:
+    """What can be seen without running it."""
+    ptx = compiled.asm["ptx"]
+    assert f"sm_{arch}" in ptx and compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED, (name, compiled.metadata.shared)
+    # Warps leave a waiting loop one by one: no barrier may be in it.
+    loops = [block for block in ptx.split("$L__BB") if "nanosleep" in block]
+    assert not any("bar.sync" in loop.split("nanosleep")[0] for loop in loops), name
+    if dtype == "bf16":
+        # Rows are read and written 16 bytes at once, here and at peers, and multiplied by tensor cores.
+        assert "ld.global.b16" not in ptx and "st.global.b16" not in ptx, name
+        assert ("wgmma" if arch == 90 else "tcgen05.mma") in ptx or name not in ("forward", "backward"), name
+    print(name, len(ptx), compiled.metadata.shared, flush=True)
+
+
 def main() -> None:
     arch, dtype = int(sys.argv[1]), sys.argv[2]
-    names = sys.argv[3:] or ["publish", "announce", "fetch", "forward", "backward"]
-    for name in names:
-        compiled = compile_for(name, arch, dtype)
-        ptx = compiled.asm["ptx"]
-        assert f"sm_{arch}" in ptx and compiled.asm["cubin"]
-        if dtype == "bf16":
-            # Rows are read and written 16 bytes at once, here and at peers, and multiplied by tensor cores.
-            assert "ld.global.b16" not in ptx and "st.global.b16" not in ptx, name
-            # Warps leave a waiting loop one by one: no barrier may be in it.
-            loops = [block for block in ptx.split("$L__BB") if "nanosleep" in block]
-            assert not any("bar.sync" in loop.split("nanosleep")[0] for loop in loops), name
-            assert ("wgmma" if arch == 90 else "tcgen05.mma") in ptx or name not in ("forward", "backward"), (
-                name
-            )
-        print(name, len(ptx), compiled.metadata.shared, flush=True)
+    for name in ("publish", "announce", "fetch", "forward", "backward"):
+        check(name, arch, dtype, compile_for(name, arch, dtype))
+    if sys.argv[3:] == ["all"]:
+        for tiles in kernels.SPACE:
+            for name in ("forward", "backward"):
+                compiled = compile_for(name, arch, dtype, tiles=tiles, RECOMPUTE=False)
+                check(name, arch, dtype, compiled)
 
 
 if __name__ == "__main__":

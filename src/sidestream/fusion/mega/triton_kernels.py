@@ -67,7 +67,6 @@ SPACE: tuple[Tiles, ...] = tuple(
     Tiles(m=m, n=n, k=k, gather=256, tokens=8, group=8, warps=8, stages=stages)
     for m, n, k, stages in (
         (128, 128, 64, 3),
-        (128, 128, 64, 4),
         (128, 128, 32, 4),
         (128, 64, 64, 4),
         (64, 128, 64, 4),
@@ -87,7 +86,7 @@ def pick_tiles(*, rows_per_expert: float, itemsize: int) -> Tiles:
         return INTERPRETED
     if itemsize == 4:  # fp32 operands take twice the shared memory, and their products twice the registers
         return Tiles(m=64, n=64, k=32, gather=128, tokens=8, group=8, warps=4, stages=3)
-    return SPACE[3] if rows_per_expert >= 64 else SPACE[5]
+    return SPACE[2] if rows_per_expert >= 64 else SPACE[4]
 
 
 # Waiting
