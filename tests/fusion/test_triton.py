@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.timeout(120),
 ]
-LIMIT_S = 60.0
+LIMIT_S = 110.0  # several times what any needs alone: waiting ranks share cores with whoever else is there
 # fp32: another order of the sums. bf16: gate and up, activation, row and result are cut to 8 bits one after another,
 # and the interpreter truncates where a GPU rounds: each is up to 2^-7 too small.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
