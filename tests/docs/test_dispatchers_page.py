@@ -39,6 +39,7 @@ def test_host_reads():
         assert found[LIBRARIES[name].name] == [str(LIBRARIES[name].host_reads_eager), "0"]
     ours = {target: can for target, can in CAPABILITIES.items() if ".dispatch." in target}
     local = ours.pop("sidestream.dispatch.local.LocalDispatcher")
+    del ours["sidestream.dispatch.none.NoDispatcher"]  # has no rows to move
     assert found["`local`"] == [str(local.host_reads_eager), "no such mode"]
     (cells,) = [cells for name, cells in found.items() if name.startswith("`alltoall`")]
     for can in ours.values():
