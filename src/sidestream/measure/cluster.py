@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.availability import Machine, verdict
 from sidestream.config.capabilities import capabilities
+from sidestream.dispatch.none import NoDispatcher
 from sidestream.measure import dispatch
 from sidestream.measure.dispatch_arms import DispatcherArm, Given
 from sidestream.measure.dispatch_conformance import check_arm, make_scales
@@ -75,6 +76,7 @@ def plan_checks(conf: Path, *, machine: Machine, ranks: int, only: Sequence[str]
         ValueError: A name is no dispatcher.
     """
     paths = {path.stem: path for path in sorted((conf / "dispatcher").glob("*.yaml"))}
+    del paths[NoDispatcher.name]  # moves nothing
     for name in only:
         if name not in paths:
             raise ValueError(f"only={name}: expected any of {', '.join(paths)}")
