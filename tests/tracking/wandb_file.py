@@ -5,6 +5,7 @@ A 7-byte head, then blocks of 32 KiB in the log format of LevelDB, each record a
 
 import json
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,16 @@ class WandbRun:
 
 
 def wandb_runs(folder: Path) -> list[WandbRun]:
-    """The offline runs below a run folder in the order of their starts."""
-    return [_read(path) for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
+    """The offline runs below a run folder in the order of their starts.
+
+    wandb's own process writes the files, on a busy machine some time after `finish` has returned.
+    """
+    deadline = time.monotonic() + 20
+    while True:
+        found = [_read(path) for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
+        if all(run.id for run in found) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
 
 
 def _read(path: Path) -> WandbRun:
