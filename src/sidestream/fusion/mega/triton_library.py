@@ -29,7 +29,8 @@ from torch import Tensor
 from sidestream.dispatch.base import DispatchSpec, receive_budget
 from sidestream.fusion.mega.memory import PeerLost
 from sidestream.fusion.mega.symmetric import SymmetricMemory, open_memory
-from sidestream.fusion.mega.windows import most_rows, timeout_of
+from sidestream.fusion.mega.window_layout import most_rows
+from sidestream.fusion.mega.windows import timeout_of
 
 _LINE = 128  # everything begins at a multiple
 _RESERVED = 16  # multiprocessors that the persistent kernels leave to collectives on other streams

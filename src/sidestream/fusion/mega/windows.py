@@ -24,7 +24,6 @@ The sums are the owner's, in the order of K, in fp32: no atomic sum, the same bi
 from __future__ import annotations
 
 import heapq
-import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -37,70 +36,22 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, receive_budget
 from sidestream.fusion.base import activate, activate_backward
-from sidestream.fusion.mega.memory import PAGE, Windows
+from sidestream.fusion.mega.memory import Windows
+from sidestream.fusion.mega.window_layout import (
+    DONE,
+    MAX_SLOTS,
+    NUM_FLAGS,
+    READY,
+    RELEASED,
+    RING,
+    Areas,
+    put,
+    segments,
+    take,
+    tiles,
+)
 
-READY, DONE, RELEASED = 0, 1, 2
-_RING = 4  # steps whose slot and number of tokens can be looked up; two are under way at most
-_NUM_FLAGS = 3 + 2 * _RING
-_MAX_SLOTS = 1024  # plans that wait for their backward; addresses, not memory
 TILE = 512  # rows of an expert that are carried through both products while they are in the cache
-
-
-@dataclass(frozen=True)
-class _Areas:
-    """Byte offsets in a window. Everything begins at a multiple of a row and of a page.
-
-    Attributes:
-        zero: A row that nobody ever writes.
-        rows, grad, row_grads, places: In the result area: rows of the local experts, dy, gradients of the row
-            weights, the slot of every rank's every route.
-        ids, weights: In a slot, behind x.
-    """
-
-    zero: int
-    area: int
-    area_size: int
-    rows: int
-    grad: int
-    row_grads: int
-    places: int
-    slot: int
-    slot_size: int
-    ids: int
-    weights: int
-    size: int
-
-    @staticmethod
-    def of(spec: DispatchSpec, *, num_ranks: int) -> _Areas:
-        row = spec.hidden_size * spec.dtype.itemsize
-        unit = math.lcm(row, PAGE)
-        routes = spec.max_tokens * spec.top_k
-
-        def room(size: int) -> int:
-            return -(-max(1, size) // unit) * unit
-
-        most = most_rows(spec, num_ranks=num_ranks)
-        zero = room((_NUM_FLAGS + 2) * 64)
-        rows = 0
-        grad = rows + room(most * row)
-        row_grads = grad + room(spec.max_tokens * row)
-        places = row_grads + room(most * 4)
-        area_size = places + room(num_ranks * routes * 4)
-        ids = room(spec.max_tokens * row)
-        weights = ids + room(routes * 4)
-        slot_size = weights + room(routes * 4)
-        area = zero + unit
-        slot = area + 2 * area_size
-        size = slot + _MAX_SLOTS * slot_size
-        return _Areas(
-            *(zero, area, area_size, rows, grad, row_grads, places, slot, slot_size, ids, weights, size)
-        )
-
-
-def most_rows(spec: DispatchSpec, *, num_ranks: int) -> int:
-    """Rows that can come to a rank at worst, padding included."""
-    local = spec.num_experts // num_ranks
-    return num_ranks * spec.max_tokens * min(spec.top_k, local) + local * (spec.alignment - 1)
 
 
 @dataclass(frozen=True)
@@ -166,9 +117,9 @@ class WindowsLibrary:
         self.num_local = spec.num_experts // ranks
         if capacity_factor is not None:
             self.budget = receive_budget(capacity_factor, spec, alignment=spec.alignment)
-        self.areas = areas = _Areas.of(spec, num_ranks=ranks)
+        self.areas = areas = Areas.of(spec, num_ranks=ranks)
         timeout_s = 600.0 if group is None else timeout_of(group)
-        self.windows = windows = Windows(group, size=areas.size, num_flags=_NUM_FLAGS, timeout_s=timeout_s)
+        self.windows = windows = Windows(group, size=areas.size, num_flags=NUM_FLAGS, timeout_s=timeout_s)
         self.rank = windows.rank
         self.first = self.rank * self.num_local
         self.table = windows.tensor(spec.dtype).view(-1, spec.hidden_size)  # every row of every window
@@ -255,8 +206,8 @@ class WindowsLibrary:
     def take_slot(self) -> int:
         """A slot for x that nobody reads any more: of the free ones the first, so that few are ever touched."""
         if not self._free:
-            if self._num_slots == _MAX_SLOTS:
-                raise RuntimeError(f"fusion=mega: {_MAX_SLOTS} forward passes wait for their backward")
+            if self._num_slots == MAX_SLOTS:
+                raise RuntimeError(f"fusion=mega: {MAX_SLOTS} forward passes wait for their backward")
             heapq.heappush(self._free, self._num_slots)
             self._num_slots += 1
         slot = heapq.heappop(self._free)
@@ -271,14 +222,14 @@ class WindowsLibrary:
 
     def tokens_and_slot(self, rank: int) -> tuple[int, int]:
         """Tokens of a rank in this step, byte offset of its slot over all windows."""
-        entry = 3 + 2 * (self.step % _RING)
+        entry = 3 + 2 * (self.step % RING)
         windows, areas = self.windows, self.areas
         tokens, slot = windows.value(rank, entry), windows.value(rank, entry + 1)
         return tokens, rank * areas.size + areas.slot + slot * areas.slot_size
 
     def announce(self, tokens: int, slot: int) -> int:
         """Say where this step's tokens lie; the byte offset of the slot over all windows."""
-        entry = 3 + 2 * (self.step % _RING)
+        entry = 3 + 2 * (self.step % RING)
         self.windows.signal(entry, tokens)
         self.windows.signal(entry + 1, slot)
         return self.tokens_and_slot(self.rank)[1]
@@ -514,30 +465,6 @@ def _return(library: Any, held: list[tuple[int, int]]) -> None:
     if alive is not None and held:
         slot, step = held.pop()
         alive.give_slot(slot, last_read=step)
-
-
-def put(ints: Any, offset: int, values: Any) -> None:
-    """Write 32-bit integers at a byte offset."""
-    ints[offset // 4 : offset // 4 + values.size] = values
-
-
-def take(ints: Any, offset: int, count: int) -> Any:
-    """Read 32-bit integers at a byte offset; a view."""
-    return ints[offset // 4 : offset // 4 + count]
-
-
-def segments(ends: list[int]) -> list[tuple[int, int, int]]:
-    """(expert, begin, end) of each."""
-    return [(expert, begin, end) for expert, (begin, end) in enumerate(zip([0, *ends], ends))]
-
-
-def tiles(ends: list[int], rows: int) -> list[tuple[int, int, int]]:
-    """The same, cut into pieces of that many rows."""
-    return [
-        (expert, start, min(start + rows, end))
-        for expert, begin, end in segments(ends)
-        for start in range(begin, end, rows)
-    ]
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
