@@ -229,11 +229,13 @@ def test_its_norms_are_those_of_the_model(dtype: torch.dtype) -> None:
 
 
 def mismatch(slot: int, steps: list[float], dispatch: float, combine: float) -> float:
-    """Equation 11."""
-    return abs(sum(steps[:slot]) - dispatch) + abs(sum(steps[slot:]) - combine)
+    """Equation 11, for a forward pass and a backward pass whose steps are twice as long."""
+    return sum(
+        abs(long * sum(steps[:slot]) - dispatch) + abs(long * sum(steps[slot:]) - combine) for long in (1, 2)
+    )
 
 
-def test_best_slot_is_the_argmin_of_equation_11() -> None:
+def test_best_slot_is_the_argmin_of_equation_11_over_both_passes() -> None:
     draw = random.Random(3)
     chosen = set()
     for _ in range(2000):
@@ -254,6 +256,7 @@ def test_best_slot_is_the_argmin_of_equation_11() -> None:
         ([1.0, 1.0], 0.0, 9.0, 0),
         ([1.0, 1.0], 9.0, 0.0, 2),
         ([1.0, 1.0], 0.0, 0.0, 0),  # nothing to hide: the first of equals
+        ([3.0, 3.0, 1.0], 10.0, 10.0, 1),  # forward hides all steps anywhere; backward hides all of them from 1 on
     ],
 )
 def test_best_slot_by_hand(steps: list[float], dispatch: float, combine: float, slot: int) -> None:

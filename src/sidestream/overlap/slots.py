@@ -4,7 +4,9 @@ With the experts after K of the steps beside the path, a pass takes
 
     max(steps before K, dispatch) + experts + max(steps from K on, combine)
 
-so K* is the one that makes the two maxima smallest (arXiv 2404.05019, eq. 11, in the form of a time).
+(arXiv 2404.05019, eq. 11, in the form of a time), and in backward the same with steps twice as long. K* is the one that
+makes the sum of both passes smallest: where transfers are longer than all steps together, every K hides as much in
+forward, and backward decides.
 """
 
 from __future__ import annotations
@@ -50,16 +52,20 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+BACKWARD = 2.0  # of a step, in its forward passes; transfers take as long as in forward
+
+
 def best_slot(steps: Sequence[float], *, dispatch: float, combine: float) -> int:
     """Number of steps before the experts, of `len(steps)`; the earliest of equally good ones.
 
     Args:
-        steps: Seconds of the steps beside the path, in their order.
+        steps: Seconds of the steps beside the path, in their order, of a forward pass.
         dispatch, combine: Seconds of the two transfers.
     """
 
     def exposed(slot: int) -> float:
-        return max(sum(steps[:slot]), dispatch) + max(sum(steps[slot:]), combine)
+        before, behind = sum(steps[:slot]), sum(steps[slot:])
+        return sum(max(long * before, dispatch) + max(long * behind, combine) for long in (1.0, BACKWARD))
 
     return min(range(len(steps) + 1), key=exposed)
 
