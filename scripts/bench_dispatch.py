@@ -31,11 +31,13 @@ from sidestream.measure.dispatch_merge import decide, in_words, merge
 from sidestream.measure.dispatch_report import add_statistics, print_tables, save_picture, transports
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.shapes import Case, listed, parse_case
-from sidestream.tracking.folder import write_json_atomic
+from sidestream.predict.calibration import cpu_row, yaml_of
+from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
 MODULE = "sidestream.measure.dispatch"
+CALIBRATED_RANKS = 2
 ROUTINGS = ("uniform", "zipf", "one_rank")
 ARMS = ("nccl_ep", "deep_ep", "hybrid_ep", "alltoall", "allgather", "nccl_ep,dispatcher.capacity_factor=1.25")
 PACKAGES = ("nccl-extensions", "nccl4py", "deep_ep", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -88,6 +90,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=300, metavar="S", help="of the collectives, under torchrun")
     add("--malloc", choices=("keep", "default"), default="keep", help="as scripts/bench_layer.py")
     add(
+        "--calibrate",
+        action="store_true",
+        help="measure what predict.py asks of a CPU instead: --out, and a cluster option beside it (.yaml)",
+    )
+    add(
         "--merge",
         nargs="+",
         type=Path,
@@ -115,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     words = sys.argv[1:] if argv is None else argv
     try:
+        if options.calibrate:
+            return calibrate(options, command=shlex.join(["python", "scripts/bench_dispatch.py", *words]))
         if options.merge:
             results = {str(path): json.loads(path.read_text(encoding="utf-8")) for path in options.merge}
             return finish(merge(results), options)
@@ -234,6 +243,64 @@ def job(options: argparse.Namespace, cases: list[Case], start: int) -> dict[str,
         "strict": not options.skip_missing,
         "malloc": options.malloc,
     }
+
+
+def calibrate(options: argparse.Namespace, *, command: str) -> int:
+    """Measures two ranks of this machine, prints and writes the row of `conf/cluster/`.
+
+    Raises:
+        ValueError: Under torchrun, or the times make no sense.
+    """
+    if torchrun.active():
+        raise ValueError("--calibrate: measures the CPU ranks that it starts itself; run it without torchrun")
+    started, code, before = (
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        environment.code(),
+        os.getloadavg(),
+    )
+    plain = {
+        "conf": str(ROOT / "conf"),
+        "seed": options.seed,
+        "rounds": options.rounds,
+        "warmup": options.warmup,
+        "layers": 2 * options.rounds,
+        "malloc": options.malloc,
+    }
+    found = run_ranks(plain, world_size=CALIBRATED_RANKS, module="sidestream.measure.calibrate")
+    machine, versions = environment.machine(), environment.versions(())
+    raw = found["records"][0]
+    row = cpu_row(raw)
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "calibration",
+        "status": "finished",
+        "command": command,
+        "started": started,
+        "device": "cpu",
+        **machine,
+        "versions": versions,
+        **code,
+        "rounds": options.rounds,
+        "pinned": found["pinned"],
+        "memory_kept": found["memory_kept"],
+        "load_average": {"before": list(before), "after": list(os.getloadavg())},
+        "emulated": ["all ranks on one machine, gloo over the loopback"],
+        "row": row,
+        "measured": raw,
+    }
+    text = yaml_of(
+        row,
+        ranks=raw["ranks"],
+        memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / raw["ranks"] / 1e9),
+        command=command,
+        facts=f"{machine['cpu']}, torch {versions.get('torch')}, commit {str(code['commit'])[:12]}",
+    )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(options.out, result)
+    write_text_atomic(options.out.with_suffix(".yaml"), text)
+    print(text)
+    print(options.out, options.out.with_suffix(".yaml"))
+    return 0
 
 
 def emulated(result: dict[str, Any]) -> list[str]:

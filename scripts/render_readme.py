@@ -27,6 +27,7 @@ from plot_loss import main as plot_loss
 from sidestream.compare import quality
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
+from sidestream.predict import page as predictor_page
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.markdown import notes
 from sidestream.tracking.markdown import table as markdown_table
@@ -68,6 +69,11 @@ QUALITY_RESULT = RESULTS / "scmoe_quality.json"  # a line per run of experiment=
 QUALITY_PICTURE = RESULTS / "scmoe_quality.png"
 QUALITY_BEGIN = "<!-- scmoe_quality begin: written by `make readme` -->"
 QUALITY_END = "<!-- scmoe_quality end -->"
+PREDICTOR = REPOSITORY / "docs" / "predictor.md"
+PREDICTOR_BEGIN = "<!-- predictor begin: written by `make readme` -->"
+PREDICTOR_END = "<!-- predictor end -->"
+RECIPES_BEGIN = "<!-- predictor_recipes begin: written by `make readme` -->"
+RECIPES_END = "<!-- predictor_recipes end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -95,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             write_text_atomic(QUALITY, render_quality(QUALITY.read_text(encoding="utf-8")))
         write_text_atomic(FUSION, render_fusion(FUSION.read_text(encoding="utf-8")))
         write_text_atomic(GRAPH, render_graph(GRAPH.read_text(encoding="utf-8")))
+        write_text_atomic(PREDICTOR, render_predictor(PREDICTOR.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
             write_text_atomic(DISPATCH, rendered)
@@ -207,6 +214,13 @@ def render_overlap(page: str) -> str:
     """Returns docs/overlap.md with its table replaced; see `render`."""
     result = json.loads(OVERLAP_RESULT.read_text(encoding="utf-8"))
     return _between(OVERLAP.name, page, OVERLAP_BEGIN, OVERLAP_END, overlap_matrix.markdown(result))
+
+
+def render_predictor(page: str) -> str:
+    """Returns docs/predictor.md with its tables replaced; see `render`."""
+    tables = "\n".join(predictor_page.markdown())
+    page = _between(PREDICTOR.name, page, PREDICTOR_BEGIN, PREDICTOR_END, tables)
+    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, "\n".join(predictor_page.recipes()))
 
 
 def render_graph(page: str) -> str:

@@ -16,7 +16,7 @@ from sidestream.convert.initial import load_before_sharding
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.fusion.base import fused_of
 from sidestream.fusion.grouped import GroupedExperts
-from sidestream.model.config import MLAShape, ModelShape
+from sidestream.model.config import ModelShape, shape_from
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel
@@ -44,7 +44,7 @@ def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
         vocab_size: Number of different tokens in the data, the model's vocabulary unless it states a larger one.
     """
     values: Any = OmegaConf.to_container(cfg.model, resolve=True)
-    stated = values.pop("vocab_size", None)
+    stated = values.get("vocab_size")
     if stated is not None and stated < vocab_size:
         raise ConfigError(
             "model.vocab_size",
@@ -53,8 +53,7 @@ def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
             expected=f"null or at least {vocab_size}",
             fix="model.vocab_size=null",
         )
-    mla = values.pop("mla", None)
-    return ModelShape(vocab_size=stated or vocab_size, mla=mla and MLAShape(**mla), **values)
+    return shape_from(values, vocab_size=vocab_size)
 
 
 def padding_rows(cfg: DictConfig, num_tokens: int) -> int:

@@ -128,7 +128,7 @@ def test_the_readme_lists_the_options_that_exist():
 
 def test_every_option_has_a_line_in_the_page_and_the_default_is_marked(compose):
     choices = compose(return_hydra_config=True).hydra.runtime.choices
-    for group in sorted({group for group, _ in OPTIONS} | {"experiment", "arm"}):
+    for group in sorted({group for group, _ in OPTIONS} | {"experiment", "arm", "cluster"}):
         listed = [row[0] for row in rows(section(CONFIGURATION, group)) if len(row) == 2]
         marked = {re.match(r"`(\w+)`", cell).group(1): cell.endswith("(default)") for cell in listed}
         assert set(marked) == {path.stem for path in (CONF / group).glob("*.yaml")}, group

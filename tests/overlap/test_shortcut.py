@@ -256,7 +256,12 @@ def test_best_slot_is_the_argmin_of_equation_11_over_both_passes() -> None:
         ([1.0, 1.0], 0.0, 9.0, 0),
         ([1.0, 1.0], 9.0, 0.0, 2),
         ([1.0, 1.0], 0.0, 0.0, 0),  # nothing to hide: the first of equals
-        ([3.0, 3.0, 1.0], 10.0, 10.0, 1),  # forward hides all steps anywhere; backward hides all of them from 1 on
+        (
+            [3.0, 3.0, 1.0],
+            10.0,
+            10.0,
+            1,
+        ),  # forward hides all steps anywhere; backward hides all of them from 1 on
     ],
 )
 def test_best_slot_by_hand(steps: list[float], dispatch: float, combine: float, slot: int) -> None:

@@ -149,6 +149,13 @@ class Machine:
             torch=_version("torch"),
         )
 
+    @classmethod
+    def with_everything(cls, *, gpus: int) -> "Machine":
+        """A machine on which every library runs: what is asked is whether the layout suits it."""
+        modules = {module for library in LIBRARIES.values() for module in library.modules}
+        symbols = {f"{library.module}.{library.symbol}" for library in LIBRARIES.values() if library.symbol}
+        return cls(device_type="cuda", gpus=gpus, modules=frozenset(modules | symbols), nvcc="nvcc")
+
     def on(self, device_type: str) -> "Machine":
         """Returns this machine with its ranks on another kind of device."""
         return replace(self, device_type=device_type)

@@ -17,6 +17,7 @@ class Capabilities:
         host_reads_eager: How often per layer and forward pass the host waits for the device to learn sizes, with
             exact sizes and the torch transport; None: not known. Of a library: `availability.Library`.
         host_reads_static: The same with fixed shapes; None: not known, or there is no static mode.
+        packing: What travels with the torch transport, as in `predict.traffic`; None: not known, or nothing.
         library: The row of `availability.LIBRARIES` behind `transport=library`; None: there is no such transport.
     """
 
@@ -26,11 +27,12 @@ class Capabilities:
     asynchronous: bool = True
     host_reads_eager: int | None = None
     host_reads_static: int | None = None
+    packing: str | None = None
     library: str | None = None
 
 
-def _moving(library: str | None = None) -> Capabilities:
-    return Capabilities(host_reads_eager=1, host_reads_static=0, library=library)
+def _moving(packing: str, library: str | None = None) -> Capabilities:
+    return Capabilities(host_reads_eager=1, host_reads_static=0, packing=packing, library=library)
 
 
 CAPABILITIES = {
@@ -38,11 +40,11 @@ CAPABILITIES = {
     "sidestream.dispatch.local.LocalDispatcher": Capabilities(
         max_expert_parallel_size=1, static=False, asynchronous=False, host_reads_eager=0
     ),
-    "sidestream.dispatch.alltoall.AllToAllDispatcher": _moving(),
-    "sidestream.dispatch.allgather.AllGatherDispatcher": _moving(),
-    "sidestream.dispatch.nccl_ep.NcclEPDispatcher": _moving("nccl_ep"),
-    "sidestream.dispatch.deep_ep.DeepEPDispatcher": _moving("deep_ep"),
-    "sidestream.dispatch.hybrid_ep.HybridEPDispatcher": _moving("hybrid_ep"),
+    "sidestream.dispatch.alltoall.AllToAllDispatcher": _moving("per_route"),
+    "sidestream.dispatch.allgather.AllGatherDispatcher": _moving("to_all"),
+    "sidestream.dispatch.nccl_ep.NcclEPDispatcher": _moving("per_rank", "nccl_ep"),
+    "sidestream.dispatch.deep_ep.DeepEPDispatcher": _moving("per_rank", "deep_ep"),
+    "sidestream.dispatch.hybrid_ep.HybridEPDispatcher": _moving("per_rank", "hybrid_ep"),
     "sidestream.parallel.fully_shard.FullyShard": Capabilities(mixed_dtypes=False),
 }
 

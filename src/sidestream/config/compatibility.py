@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config.availability import Machine
 from sidestream.config.capabilities import capabilities
 from sidestream.config.data_files import check_data
 from sidestream.config.devices import count_gpus
@@ -21,6 +22,7 @@ from sidestream.config.keys import check_keys
 from sidestream.config.measure_check import check_measure
 from sidestream.config.model_check import check_model, moe_blocks
 from sidestream.config.overlap_check import check_overlap
+from sidestream.config.predict_check import check_for_training
 from sidestream.config.routing_check import check_routing
 
 TRUSTED_TARGETS = ("sidestream", "torch.optim", "lightning")
@@ -53,6 +55,8 @@ def check(
     world_size: int | None = None,
     local_world_size: int | None = None,
     device_count: int | None = None,
+    machine: Machine | None = None,
+    predicts: bool = False,
 ) -> Layout:
     """Checks a composed config and derives the layout of its ranks.
 
@@ -61,11 +65,15 @@ def check(
         world_size: Ranks that exist already (torchrun); None lets the config decide.
         local_world_size: Of these, the ranks on this machine; None means world_size / num_nodes.
         device_count: GPUs of this machine; None counts them.
+        machine: Where the ranks run, if not here.
+        predicts: Nothing is trained, so what cannot be is allowed.
 
     Raises:
         ConfigError: naming the key to change.
     """
     check_keys(cfg)
+    if not predicts:
+        check_for_training(cfg)
     _check_targets(cfg)
     check_model(cfg.model)
     _check_router(cfg)
@@ -86,7 +94,7 @@ def check(
         device_type=device_type,
     )
     check_fusion(cfg, layout)
-    check_dispatch(cfg, layout)
+    check_dispatch(cfg, layout, machine=machine)
     check_overlap(cfg, layout)
     check_graph(cfg, layout)
     check_measure(cfg, layout)

@@ -22,6 +22,8 @@ GROUPS = {
     "callbacks": "progress display and checkpoints",
     "logger": "where metrics are mirrored",
     "paths": "folders",
+    "cluster": "a machine that predict.py knows",
+    "predict": "what predict.py takes beside the other groups",
     "experiment": "recipes that set several of these",
     "arm": "one side of a comparison: what it sets",
 }
@@ -37,19 +39,34 @@ HEADER = """Trains a mixture-of-experts language model with expert parallelism.
 
 Groups (group=option):"""
 
+PREDICT_HEADER = """Predicts what a training step would take on a cluster that is not there.
+How wrong that is: docs/predictor.md.
+
+  python predict.py cluster=gb300_nvl72 model=qwen3_30b_a3b expert_parallel_size=64 dispatcher=nccl_ep overlap=shortcut
+  python predict.py -m dispatcher=alltoall,nccl_ep overlap=none,shortcut     every combination, one table
+  python predict.py experiment=recipe/qwen3_30b_h100                        beside what was published
+  python predict.py cluster.num_gpus=256 predict.skew=1.3                   another size, an uneven load
+
+Groups (group=option), those of train.py and cluster:"""
+
 FOOTER = """Every key:        python train.py --cfg job --resolve      (add overrides to see their effect)
 Tab completion:   eval "$(python train.py -sc install=bash)"
 Hydra's options:  python train.py --hydra-help"""
 
 
-def help_text() -> str:
-    """Returns the whole help page, with the options found on the search path (the user's own included)."""
+def help_text(command: str = "train") -> str:
+    """Returns the whole help page, with the options found on the search path (the user's own included).
+
+    Args:
+        command: `train` or `predict`.
+    """
     loader = GlobalHydra.instance().config_loader()
     found = [group for group in loader.list_groups("") if group not in ("hydra", "schema")]
     groups = [*(group for group in GROUPS if group in found), *sorted(set(found) - set(GROUPS))]
     width = max(map(len, groups))
     rows = [(group, loader.get_group_options(group, ObjectType.CONFIG)) for group in groups]
-    page = f"{HEADER}\n{_lines(rows, width)}\n\n{FOOTER}"
+    header = {"train": HEADER, "predict": PREDICT_HEADER}[command]
+    page = f"{header}\n{_lines(rows, width)}\n\n{FOOTER.replace('train.py', f'{command}.py')}"
     return page.replace("$", "$$")  # Hydra passes it through string.Template
 
 

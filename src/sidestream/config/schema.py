@@ -69,6 +69,8 @@ class Model:
     rope_theta: float = key(above=0.0)
     norm_eps: float = key(above=0.0)
     init_std: float = key(low=0.0)
+    num_mtp_layers: int = key(low=0)
+    trainable: bool = key()
 
 
 @dataclass
@@ -344,6 +346,61 @@ class Paths:
 
 
 @dataclass
+class Cluster:
+    """A machine that predict.py knows: conf/cluster/. Units are in the names; links are per direction."""
+
+    kind: str = one_of("gpu", "cpu")
+    num_gpus: int = key(low=1)
+    gpus_per_domain: int = key(low=1)
+    bf16_tflops: float = key(above=0.0)
+    fp8_tflops: float | None = key(above=0.0)
+    fp32_tflops: float | None = key(above=0.0)
+    attention_tflops: float = key(above=0.0)
+    memory_tb_per_s: float = key(above=0.0)
+    memory_gb: float = key(above=0.0)
+    activation_gvalues_per_s: float | None = key(above=0.0)
+    fast_link_gb_per_s: float = key(above=0.0)
+    slow_link_gb_per_s: float | None = key(above=0.0)
+    gemm_efficiency: float = key(above=0.0, high=1.0)
+    fp8_gemm_efficiency: float = key(above=0.0, high=1.0)
+    memory_efficiency: float = key(above=0.0, high=1.0)
+    fast_link_efficiency: float = key(above=0.0, high=1.0)
+    slow_link_efficiency: float = key(above=0.0, high=1.0)
+    layer_overhead_us: float = key(low=0.0)
+    route_ns: float = key(low=0.0)
+    score_ns: float = key(low=0.0)
+    backward_overhead: float = key(low=0.0)
+    block_overhead_us: float = key(low=0.0)
+    overhead_in_graph: float = key(low=0.0, high=1.0)
+    exchange_latency_us: float = key(low=0.0)
+    emulated_latency_us: float | None = key(low=0.0)
+    wire_on_compute: float = key(low=0.0, high=1.0)
+
+
+@dataclass
+class Published:
+    """What was measured of a recipe."""
+
+    tokens_per_second_per_gpu: float = key(above=0.0)
+    tflops_per_gpu: float | None = None
+    source: str = key()
+    why: str = key()  # this dispatcher
+
+
+@dataclass
+class Predict:
+    math: str = one_of("auto", "fp32", "bf16", "fp8", "mxfp8")
+    dispatch_wire: str = one_of("auto", "bf16", "fp8", "mxfp8")
+    skew: float = key(low=1.0)
+    pipeline_stages: int = key(low=1)
+    virtual_stages: int = key(low=1)
+    shard_optimizer: bool = key()
+    interleave: bool = key()
+    plot: bool = key()
+    published: Published | None = None
+
+
+@dataclass
 class Sleeps:
     attention: float | None = key(low=0.0)
     attention_before: float | None = key(low=0.0)
@@ -396,6 +453,9 @@ class Root:
     callbacks: Callbacks = field(default_factory=Callbacks)
     logger: Logger = field(default_factory=Logger)  # stays for `logger=null`
     paths: Paths = field(default_factory=Paths)
+    cluster: Any = None
+    predict: Predict = field(default_factory=Predict)
+    trainable: bool = True
 
 
 SCHEMAS: dict[str, dict[str, type]] = {
@@ -435,6 +495,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "logger": {"none": Logger, "csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger},
     "paths": {"default": Paths},
     "measure": {"overlap": Measure},
+    "cluster": {"machine": Cluster},
+    "predict": {"default": Predict},
 }
 
 

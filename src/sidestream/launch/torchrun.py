@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -39,7 +39,7 @@ def follows() -> bool:
     return active() and int(os.environ["RANK"]) > 0
 
 
-def world() -> dict[str, int]:
+def world() -> dict[str, Any]:
     """Returns the arguments of `compatibility.check` that torchrun has decided."""
     if not active():
         return {}

@@ -113,11 +113,11 @@ def _late_waits(events: list[Event]) -> list[Event]:
 def _early_starts(events: list[Event]) -> list[Event]:
     """Backward: the starts of a combine's reverse move to the beginning, those of a dispatch's behind its experts."""
     # Read backwards in time this is the forward pass: starts are its waits.
-    mirrored = [_mirror(event) for event in reversed(events)]
-    return [_mirror(event) for event in reversed(_late_waits(mirrored))]
+    mirrored = [mirror(event) for event in reversed(events)]
+    return [mirror(event) for event in reversed(_late_waits(mirrored))]
 
 
-def _mirror(event: Event) -> Event:
+def mirror(event: Event) -> Event:
     kind, name = event.kind, event.name
     if kind in ("start", "wait"):
         kind = "wait" if kind == "start" else "start"

@@ -29,6 +29,53 @@ class Account:
     flops_per_token: int
 
 
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Of one token's forward pass, in FLOP; times 3 with backward. Blocks are numbered from 0.
+
+    Attributes:
+        projections: Of one attention: everything but scores and values.
+        scores: Of each block: queries times keys, and scores times values, over the tokens that are seen.
+        ffn: Of one dense feed-forward.
+        routed, shared: Of one MoE layer: `top_k` experts, the shared ones.
+        head: Of the output projection.
+        mtp_projection: Of one multi-token prediction layer, from two hidden states to one; it has an attention, a MoE
+            layer and the head beside it.
+    """
+
+    projections: int
+    scores: tuple[float, ...]
+    ffn: int
+    routed: int
+    shared: int
+    head: int
+    mtp_projection: int
+
+    def total(self, shape: ModelShape) -> float:
+        """Of the whole model."""
+        moe_blocks, mtp = len(shape.moe_blocks), shape.num_mtp_layers
+        moe = self.routed + self.shared
+        body = shape.num_layers * self.projections + sum(self.scores)
+        body += moe_blocks * moe + (shape.num_layers - moe_blocks) * self.ffn + self.head
+        return body + mtp * (self.projections + self.scores[-1] + moe + self.mtp_projection + self.head)
+
+
+def forward_flops(shape: ModelShape, *, top_k: int, seq_length: int) -> ForwardFlops:
+    """The parts of `Account.flops_per_token`, for one forward pass."""
+    hidden = shape.hidden_size
+    linears, scores_width, _ = _attention(shape)
+    shared = 3 * hidden * shape.shared_width + (_output_gate(shape) if shape.shared_width else 0)
+    return ForwardFlops(
+        projections=2 * linears,
+        scores=tuple(2 * scores_width * seen for seen in _seen(shape, seq_length)),
+        ffn=6 * hidden * shape.ffn_hidden_size,
+        routed=6 * hidden * shape.expert_hidden_size * top_k,
+        shared=2 * shared,
+        head=2 * shape.vocab_size * hidden,
+        mtp_projection=4 * hidden * hidden,
+    )
+
+
 def account(shape: ModelShape, *, top_k: int, seq_length: int, extra_per_unit: int = 0) -> Account:
     """Count parameters and FLOPs of `shape` at a sequence length.
 
@@ -40,7 +87,7 @@ def account(shape: ModelShape, *, top_k: int, seq_length: int, extra_per_unit: i
             and whose FLOPs are not counted.
     """
     hidden, moe_blocks = shape.hidden_size, len(shape.moe_blocks)
-    linears, scores_width, attention_norms = _attention(shape)
+    linears, _, attention_norms = _attention(shape)
     expert = 3 * hidden * shape.expert_hidden_size
     shared = (3 * hidden * shape.shared_width + _output_gate(shape)) if shape.shared_width else 0
     ffns = (shape.num_layers - moe_blocks) * 3 * hidden * shape.ffn_hidden_size
@@ -50,12 +97,16 @@ def account(shape: ModelShape, *, top_k: int, seq_length: int, extra_per_unit: i
     fixed = matmul + embedding * (1 if shape.tie_embeddings else 2)
     fixed += shape.num_layers * (2 * hidden + attention_norms) + hidden  # norms
     fixed += moe_blocks * (shape.num_experts * hidden + extra_per_unit)  # gates
-    total = fixed + moe_blocks * shape.num_experts * expert
-    active = fixed + moe_blocks * top_k * expert
-
-    matmul += moe_blocks * top_k * expert + embedding
-    scores = scores_width * _seen(shape, seq_length)
-    return Account(total, active, embedding, round(3 * (2 * matmul + 2 * scores)))
+    # A multi-token prediction layer is a MoE block with two norms more, behind a projection; the head is the model's.
+    mtp_layer = (
+        linears + shared + 2 * hidden * hidden + 4 * hidden + attention_norms + shape.num_experts * hidden
+    )
+    fixed += shape.num_mtp_layers * mtp_layer
+    moe_layers = moe_blocks + shape.num_mtp_layers
+    total = fixed + moe_layers * shape.num_experts * expert
+    active = fixed + moe_layers * top_k * expert
+    flops = forward_flops(shape, top_k=top_k, seq_length=seq_length).total(shape)
+    return Account(total, active, embedding, round(3 * flops))
 
 
 def _attention(shape: ModelShape) -> tuple[int, int, int]:
@@ -79,9 +130,10 @@ def _output_gate(shape: ModelShape) -> int:
     return shape.hidden_size if shape.shared_expert_gate else 0
 
 
-def _seen(shape: ModelShape, seq_length: int) -> float:
-    """Tokens that a token attends to on average, summed over the blocks: S / 2, in a window w (1 - w / 2S)."""
-    windowed = len(shape.windowed_blocks)
+def _seen(shape: ModelShape, seq_length: int) -> tuple[float, ...]:
+    """Tokens that a token attends to on average, of each block: S / 2, in a window w (1 - w / 2S)."""
     window = min(shape.sliding_window or seq_length, seq_length)
     inside = window * (1 - window / (2 * seq_length))
-    return (shape.num_layers - windowed) * seq_length / 2 + windowed * inside
+    return tuple(
+        inside if block in shape.windowed_blocks else seq_length / 2 for block in range(shape.num_layers)
+    )

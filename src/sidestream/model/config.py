@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class MLAShape:
 class ModelShape:
     """Sizes of a transformer with MoE layers, as in the config. Widths are features, not bytes.
 
-    What may be None is derived: use `head_width` and `shared_width`.
+    What may be None is derived: use `head_width` and `shared_width`. `num_mtp_layers` are layers of multi-token
+    prediction (DeepSeek-V3, arXiv 2412.19437), which are counted and cannot be built.
     """
 
     vocab_size: int
@@ -61,6 +62,7 @@ class ModelShape:
     shared_expert_hidden_size: int | None = None
     shared_expert_gate: bool = False
     tie_embeddings: bool = False
+    num_mtp_layers: int = 0
 
     @property
     def head_width(self) -> int:
@@ -85,6 +87,17 @@ class ModelShape:
             return ()
         full = _blocks(self.full_attention_layers, self.num_layers)
         return tuple(i for i in range(self.num_layers) if i not in full)
+
+
+def shape_from(values: dict[str, Any], *, vocab_size: int) -> ModelShape:
+    """The shape that the plain values of a `model` option describe.
+
+    Args:
+        vocab_size: Taken where the option leaves it open.
+    """
+    values = {name: value for name, value in values.items() if name != "trainable"}
+    stated, mla = values.pop("vocab_size", None), values.pop("mla", None)
+    return ModelShape(vocab_size=stated or vocab_size, mla=mla and MLAShape(**mla), **values)
 
 
 def _blocks(which: int | Sequence[int], num_layers: int) -> tuple[int, ...]:

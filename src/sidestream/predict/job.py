@@ -1,0 +1,95 @@
+"""What is predicted: one training step of a model in a layout. Sizes only; `read.py` fills it from a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sidestream.model.config import ModelShape
+from sidestream.predict.cluster import Cluster, Math
+from sidestream.predict.layer import Layer, Mover
+from sidestream.predict.schedules import Schedule
+from sidestream.predict.traffic import Routes, Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training step.
+
+    Attributes:
+        shape: The model.
+        routes: How tokens choose.
+        mover: How the dispatcher moves rows.
+        schedule: Of an MoE unit.
+        seq_length: Tokens of a sequence.
+        micro_batch_size: Sequences of a rank in one forward pass.
+        micro_batches: Forward passes of a step.
+        expert_parallel_size: Ranks that share the experts.
+        data_parallel_size: Ranks with the same dense weights; with `pipeline_stages` those of one stage.
+        pipeline_stages, virtual_stages: Of the pipeline, and of each of its ranks; 1 and 1: none.
+        math: Of matrix products.
+        dispatch_wire, combine_wire: What travels there.
+        skew: Rows of the busiest rank over the mean.
+        in_graph: The step is replayed from a graph.
+        sharding: `none`: every rank of `data_parallel_size` holds everything. `optimizer`: the optimizer's state and
+            its fp32 weights are spread over them. `all`: weights and gradients too.
+        state_bytes: Of a parameter, where nothing is spread: (weights, gradients, optimizer).
+        alignment: Rows of each expert are padded to a multiple.
+    """
+
+    shape: ModelShape
+    routes: Routes
+    mover: Mover
+    schedule: Schedule
+    seq_length: int
+    micro_batch_size: int
+    micro_batches: int
+    expert_parallel_size: int
+    data_parallel_size: int
+    pipeline_stages: int = 1
+    virtual_stages: int = 1
+    math: Math = "bf16"
+    dispatch_wire: Wire = "bf16"
+    combine_wire: Wire = "bf16"
+    skew: float = 1.0
+    in_graph: bool = False
+    sharding: str = "none"
+    state_bytes: tuple[int, int, int] = (4, 4, 8)
+    alignment: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in one forward pass."""
+        return self.micro_batch_size * self.seq_length
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Copies of each expert."""
+        return self.data_parallel_size // self.expert_parallel_size
+
+    def layer(self, cluster: Cluster) -> Layer:
+        """One MoE layer of one rank."""
+        return Layer(
+            tokens=self.tokens,
+            hidden=self.shape.hidden_size,
+            width=self.shape.expert_hidden_size,
+            routes=self.routes,
+            ranks=self.expert_parallel_size,
+            per_domain=ranks_of_domain(self.expert_parallel_size, cluster.gpus_per_domain),
+            mover=self.mover,
+            math=self.math,
+            dispatch_wire=self.dispatch_wire,
+            combine_wire=self.combine_wire,
+            alignment=self.alignment,
+            skew=self.skew,
+            in_graph=self.in_graph,
+        )
+
+    def with_schedule(self, schedule: Schedule) -> Job:
+        return replace(self, schedule=schedule)
+
+
+def ranks_of_domain(ranks: int, gpus_per_domain: int) -> int:
+    """Neighbouring ranks that share a domain, so that domains hold equally many: 36 of 72 GPUs for 36 ranks."""
+    if ranks <= gpus_per_domain:
+        return ranks
+    return max(n for n in range(1, gpus_per_domain + 1) if ranks % n == 0)

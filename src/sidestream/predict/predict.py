@@ -1,0 +1,162 @@
+"""A prediction: what is asked, what it takes, whether it fits, and how wrong the model was on rows like it.
+
+asked  = read(cfg)                     sizes and machine; refused if they cannot be laid out
+step   = step(job, cluster)            seconds
+memory = memory(job, cluster)          bytes; refused if they do not fit
+rows   = nearest(published rows)       the model's error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from sidestream.config.errors import ConfigError
+from sidestream.predict import residuals
+from sidestream.predict.job import Job
+from sidestream.predict.layer import layer_seconds
+from sidestream.predict.memory import Memory, memory
+from sidestream.predict.read import Asked, read
+from sidestream.predict.residuals import Residual
+from sidestream.predict.step import Step, step
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Everything that is said of a config."""
+
+    asked: Asked
+    step: Step
+    memory: Memory
+    binds: str
+    nearest: tuple[Residual, ...]
+    published: dict[str, Any] | None
+
+    @property
+    def peak_share(self) -> float:
+        """Model FLOP per second over the peak of the products' precision."""
+        cluster, math = self.asked.cluster, self.asked.job.math
+        efficiency = cluster.gemm_efficiency if math in ("fp32", "bf16") else cluster.gemm_efficiency_8bit
+        return self.step.flops_per_gpu / (cluster.products(math) / efficiency)
+
+
+def predict(cfg: DictConfig, *, cluster: str, model: str) -> Prediction:
+    """Predict a config.
+
+    Args:
+        cfg: Composed as conf/predict.yaml.
+        cluster, model: Names of the options, of which published rows are looked for.
+
+    Raises:
+        ConfigError: It cannot be laid out, or does not fit.
+    """
+    asked = read(cfg, name=cluster)
+    needed = memory(asked.job, asked.cluster)
+    if not needed.fits:
+        raise too_large(asked, needed)
+    predicted = step(asked.job, asked.cluster)
+    published = cfg.predict.published
+    return Prediction(
+        asked=asked,
+        step=predicted,
+        memory=needed,
+        binds=binding(asked, predicted),
+        nearest=tuple(_nearest(asked, model)),
+        published=None if published is None else dict(published),
+    )
+
+
+def binding(asked: Asked, predicted: Step) -> str:
+    """What would have to be faster for the step to be."""
+    parts = {part.name: part.seconds for part in predicted.parts}
+    moving = predicted.exposed
+    parts.pop("MoE units, dispatch and combine")
+    name, seconds = max(parts.items(), key=lambda item: item[1])
+    if moving > seconds:
+        return (
+            f"the {link_of(asked)}: what of dispatch and combine is exposed takes longer than any other part"
+        )
+    return {"MoE units, compute": f"compute in MoE units: {_largest_of_layer(asked)}"}.get(name, name)
+
+
+def _largest_of_layer(asked: Asked) -> str:
+    forward, backward = layer_seconds(asked.job.layer(asked.cluster), asked.cluster)
+    names = {
+        "experts": "the experts' products",
+        "route": "routing and launching",
+        "unpack": "passes over rows",
+    }
+    return names[max(names, key=lambda name: getattr(forward, name) + getattr(backward, name))]
+
+
+def link_of(asked: Asked) -> str:
+    """The link that decides how long an exchange takes."""
+    cluster, layer = asked.cluster, asked.job.layer(asked.cluster)
+    found = layer.legs(asked.job.combine_wire)
+    if not found.slow:
+        return "fast link"
+    return "slow link" if found.slow / cluster.slow >= found.fast / cluster.fast else "fast link"
+
+
+def _nearest(asked: Asked, model: str) -> Iterator[Residual]:
+    on_cpu = asked.cluster.kind == "cpu"
+    rows = [row for row in residuals.load() if row.table.startswith("cpu_") == on_cpu]
+    for table in dict.fromkeys(row.table for row in rows):
+        if table == "flops" and not any(row.table == table and row.model == model for row in rows):
+            continue
+        yield from residuals.nearest(
+            rows,
+            table=table,
+            cluster=asked.cluster.name,
+            dispatcher=asked.dispatcher,
+            model=model,
+            ranks=asked.job.expert_parallel_size,
+            math_=asked.job.math,
+        )
+
+
+def too_large(asked: Asked, needed: Memory) -> ConfigError:
+    """What to say of a job that does not fit: what takes the room, and the first change that would help."""
+    parts = {
+        "weights": needed.weights,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer,
+        "activations": needed.activations,
+        "exchange buffers": needed.exchange,
+        "logits": needed.logits,
+    }
+    listed = ", ".join(
+        f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size > 0.005 * needed.total
+    )
+    larger = f"cluster.num_gpus={2 * asked.cluster.num_gpus} with a larger strategy.expert_parallel_size"
+    fix = next((fix for fix, job in _smaller(asked.job) if memory(job, asked.cluster).fits), larger)
+    return ConfigError(
+        "cluster.memory_gb",
+        f"{asked.cluster.memory_bytes / 1e9:g}",
+        f"a rank would need {needed.total / 1e9:.4g} GB ({listed})",
+        expected=f"at most {needed.available / 1e9:.4g} GB",
+        fix=fix,
+    )
+
+
+def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
+    """Changes that save memory, those that cost least first, alone and then together."""
+    spread = replace(job, sharding="all")
+    small = replace(job, micro_batch_size=1, micro_batches=job.micro_batches * job.micro_batch_size)
+    if job.sharding == "none":
+        yield "strategy=fully_shard", spread
+    if job.micro_batch_size > 1:
+        yield "data.micro_batch_size=1", small
+    if not job.shape.activation_checkpointing:
+        yield "model.activation_checkpointing=true", _recomputing(job)
+        if job.sharding == "none":
+            yield "strategy=fully_shard model.activation_checkpointing=true", _recomputing(spread)
+        if job.micro_batch_size > 1:
+            yield "data.micro_batch_size=1 model.activation_checkpointing=true", _recomputing(small)
+
+
+def _recomputing(job: Job) -> Job:
+    return replace(job, shape=replace(job.shape, activation_checkpointing=True))

@@ -1,0 +1,310 @@
+"""From a composed config to what is predicted. Whatever cannot be laid out is refused here, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from sidestream.config.availability import Machine, takes_library
+from sidestream.config.capabilities import CAPABILITIES
+from sidestream.config.compatibility import Layout, check
+from sidestream.config.errors import ConfigError
+from sidestream.config.fusion_check import is_mega
+from sidestream.config.graph_check import is_step
+from sidestream.model.config import shape_from
+from sidestream.predict.cluster import Cluster, Math
+from sidestream.predict.job import Job
+from sidestream.predict.layer import Mover
+from sidestream.predict.schedules import Schedule
+from sidestream.predict.traffic import Routes, Wire
+
+BYTES_OF_TEXT = 256  # vocabulary of a model that takes the data's
+MATH: dict[str, Math] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+# Rows of an expert are padded to this for 8-bit products (fp8 scales tiles of 16 rows, mxfp8 blocks of 32).
+ALIGNMENT = {"fp8": 16, "mxfp8": 32}
+GIGA, TERA, MICRO, NANO = 1e9, 1e12, 1e-6, 1e-9
+# (weights, gradients, optimizer) where the optimizer's state is spread, as in NVIDIA's recipes for Megatron-Core: bf16
+# weights and gradients, fp32 weights and two moments.
+SPREAD_STATE = (2, 2, 12)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a config asks for.
+
+    Attributes:
+        dispatcher: Name of the option.
+        overlap: Name of the schedule's option.
+    """
+
+    job: Job
+    cluster: Cluster
+    layout: Layout
+    dispatcher: str
+    overlap: str
+
+
+def read(cfg: DictConfig, *, name: str) -> Asked:
+    """Check a config and take what a prediction needs from it.
+
+    Args:
+        cfg: The root config, composed as conf/predict.yaml.
+        name: Of the cluster's option.
+
+    Raises:
+        ConfigError: naming the key to change.
+    """
+    cluster = cluster_of(cfg.cluster, name=name)
+    layout = _layout(cfg, cluster)
+    math = _math(cfg, cluster)
+    if layout.expert_parallel_size > cluster.gpus_per_domain and cluster.slow_link is None:
+        raise ConfigError(
+            "strategy.expert_parallel_size",
+            layout.expert_parallel_size,
+            f"cluster={name} joins {cluster.gpus_per_domain} ranks, and has no link beyond",
+            expected=f"at most {cluster.gpus_per_domain}",
+            fix=f"strategy.expert_parallel_size={cluster.gpus_per_domain}",
+        )
+    router, predict = cfg.router, cfg.predict
+    values: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    value_wire: Wire = "fp32" if math == "fp32" else "bf16"
+    job = Job(
+        shape=shape_from(values, vocab_size=BYTES_OF_TEXT),
+        routes=Routes(
+            cfg.model.num_experts, router.top_k, router.get("num_groups") or 1, router.get("top_groups") or 1
+        ),
+        mover=_mover(cfg, cluster, layout),
+        schedule=_schedule(cfg),
+        seq_length=cfg.data.seq_length,
+        micro_batch_size=layout.micro_batch_size,
+        micro_batches=layout.accumulation,
+        expert_parallel_size=layout.expert_parallel_size,
+        data_parallel_size=layout.world_size,
+        pipeline_stages=predict.pipeline_stages,
+        virtual_stages=predict.virtual_stages,
+        math=math,
+        dispatch_wire=_wire(cfg, value_wire),
+        combine_wire=value_wire,
+        skew=predict.skew,
+        in_graph=is_step(cfg.graph),
+        sharding=_sharding(cfg),
+        state_bytes=_state_bytes(cfg),
+        alignment=_alignment(cfg, math, cluster),
+    )
+    return Asked(
+        job, throttled(cluster, cfg.link), layout, _option(cfg.dispatcher, "dispatch"), job.schedule.name
+    )
+
+
+def cluster_of(node: DictConfig, *, name: str) -> Cluster:
+    """The machine of a `cluster` option, in SI units."""
+    if node is None:
+        raise ConfigError(
+            "cluster", None, "nothing to predict for", expected="a machine", fix="cluster=gb300_nvl72"
+        )
+
+    def scaled(key: str, factor: float) -> float | None:
+        return None if node[key] is None else node[key] * factor
+
+    return Cluster(
+        name=name,
+        kind=node.kind,
+        num_gpus=node.num_gpus,
+        gpus_per_domain=node.gpus_per_domain,
+        flops=node.bf16_tflops * TERA,
+        flops_8bit=scaled("fp8_tflops", TERA),
+        flops_32bit=scaled("fp32_tflops", TERA),
+        attention_flops=node.attention_tflops * TERA,
+        memory_bandwidth=node.memory_tb_per_s * TERA,
+        memory_bytes=node.memory_gb * GIGA,
+        activation_rate=scaled("activation_gvalues_per_s", GIGA),
+        fast_link=node.fast_link_gb_per_s * GIGA,
+        slow_link=scaled("slow_link_gb_per_s", GIGA),
+        gemm_efficiency=node.gemm_efficiency,
+        gemm_efficiency_8bit=node.fp8_gemm_efficiency,
+        memory_efficiency=node.memory_efficiency,
+        fast_link_efficiency=node.fast_link_efficiency,
+        slow_link_efficiency=node.slow_link_efficiency,
+        layer_overhead=node.layer_overhead_us * MICRO,
+        seconds_per_route=node.route_ns * NANO,
+        seconds_per_score=node.score_ns * NANO,
+        backward_overhead=node.backward_overhead,
+        block_overhead=node.block_overhead_us * MICRO,
+        overhead_in_graph=node.overhead_in_graph,
+        exchange_latency=node.exchange_latency_us * MICRO,
+        wire_on_compute=node.wire_on_compute,
+        emulated_latency=scaled("emulated_latency_us", MICRO),
+    )
+
+
+def throttled(cluster: Cluster, link: DictConfig) -> Cluster:
+    """The machine with `link=throttled` in the place of its own links: each rank has a link of that rate."""
+    if "gbps" not in link:
+        return cluster
+    if cluster.emulated_latency is None:
+        raise ConfigError(
+            "link",
+            "throttled",
+            f"it is emulated on CPU ranks, and cluster={cluster.name} has links of its own",
+            expected="native, and another cluster.slow_link_gb_per_s",
+            fix="link=native",
+        )
+    emulated = min(link.gbps * GIGA / 8, cluster.fast)
+    return replace(
+        cluster,
+        fast_link=emulated,
+        fast_link_efficiency=1.0,
+        exchange_latency=link.latency_us * MICRO + cluster.emulated_latency,
+        own_bandwidth=cluster.fast,
+        own_latency=cluster.exchange_latency,
+    )
+
+
+def _layout(cfg: DictConfig, cluster: Cluster) -> Layout:
+    if cfg.trainer.devices != "auto":
+        raise ConfigError(
+            "trainer.devices",
+            cfg.trainer.devices,
+            "of a prediction, the cluster sets the size",
+            expected="auto",
+            fix=f"trainer.devices=auto cluster.num_gpus={cfg.trainer.devices}",
+        )
+    stages = cfg.predict.pipeline_stages
+    if cluster.num_gpus % stages:
+        raise ConfigError(
+            "predict.pipeline_stages",
+            stages,
+            f"does not divide cluster.num_gpus={cluster.num_gpus}",
+            expected="a divisor of it",
+            fix="predict.pipeline_stages=1",
+        )
+    if cfg.predict.virtual_stages > 1 and stages == 1:
+        raise ConfigError(
+            "predict.virtual_stages",
+            cfg.predict.virtual_stages,
+            "without a pipeline there are no stages to cut",
+            expected="1",
+            fix="predict.virtual_stages=1",
+        )
+    ranks = cluster.num_gpus // stages
+    gpus = 0 if cluster.kind == "cpu" else cluster.gpus_per_domain
+    return check(
+        cfg,
+        world_size=ranks,
+        local_world_size=min(ranks, cluster.gpus_per_domain),
+        device_count=gpus,
+        machine=Machine.with_everything(gpus=gpus) if gpus else None,
+        predicts=True,
+    )
+
+
+def _math(cfg: DictConfig, cluster: Cluster) -> Math:
+    math = cfg.predict.math if cfg.predict.math != "auto" else MATH[cfg.trainer.precision]
+    try:
+        cluster.products(math)
+    except ValueError as error:
+        key = "predict.math" if cfg.predict.math != "auto" else "trainer.precision"
+        value = cfg.predict.math if cfg.predict.math != "auto" else cfg.trainer.precision
+        raise ConfigError(
+            key, value, str(error), expected="a precision it has a rate for", fix="predict.math=bf16"
+        ) from error
+    return math
+
+
+def _mover(cfg: DictConfig, cluster: Cluster, layout: Layout) -> Mover:
+    if is_mega(cfg.fusion):
+        return Mover(packing="per_rank", packs_in_kernel=True, reads_counts=False, slots=_slots(cfg.fusion))
+    can = CAPABILITIES.get(cfg.dispatcher.get("_target_", ""))
+    if can is None or (can.packing is None and can.max_expert_parallel_size != 1):
+        raise ConfigError(
+            "dispatcher",
+            cfg.dispatcher.get("_target_", "?"),
+            "nothing is known of how this class moves rows",
+            expected="one of the shipped dispatchers",
+            fix="dispatcher=alltoall",
+        )
+    static = cfg.dispatcher.get("capacity_factor") is not None
+    library = False
+    if can.library is not None and cluster.kind != "cpu":
+        machine = Machine.with_everything(gpus=cluster.gpus_per_domain)
+        wanted = cfg.dispatcher.get("transport", "auto")
+        library = takes_library(wanted, can.library, machine=machine, ranks=layout.expert_parallel_size)
+    return Mover(
+        packing="per_node" if library else cast(Any, can.packing or "per_route"),
+        packs_in_kernel=library,
+        reads_counts=not static,
+        routes_apart=not library and can.packing is not None,
+        slots=_slots(cfg.dispatcher),
+    )
+
+
+def _slots(node: DictConfig) -> float:
+    return node.get("capacity_factor") or 1.0
+
+
+def _schedule(cfg: DictConfig) -> Schedule:
+    overlap, name = cfg.overlap, _option(cfg.overlap, "overlap")
+    if not str(overlap.get("_target_", "")).startswith("sidestream.overlap."):
+        raise ConfigError(
+            "overlap",
+            overlap.get("_target_", "?"),
+            "nothing is known of the order of work in this class",
+            expected="one of the shipped schedules",
+            fix="overlap=none",
+        )
+    if cfg.predict.interleave and name != "none":
+        raise ConfigError(
+            "predict.interleave",
+            True,
+            f"overlap={name} is a schedule already",
+            expected="one of them",
+            fix="overlap=none",
+        )
+    slot = overlap.get("slot", "auto")
+    return Schedule(
+        name=name,
+        parts=overlap.get("num_chunks", 1) if name == "chunked" else 2 if name == "two_batch" else 1,
+        tap=overlap.get("tap", "pos1"),
+        slot=None if slot == "auto" else slot,
+        double_gating=bool(overlap.get("double_gating")),
+        delay_wgrad=bool(overlap.get("delay_wgrad")),
+        enabled=overlap.enabled,
+        fused=is_mega(cfg.fusion),
+        interleaved=cfg.predict.interleave,
+    )
+
+
+def _option(node: DictConfig, folder: str) -> str:
+    """Name of the module that a shipped class lives in: that of its option."""
+    return str(node.get("_target_", "")).removeprefix(f"sidestream.{folder}.").partition(".")[0]
+
+
+def _wire(cfg: DictConfig, values: Wire) -> Wire:
+    if cfg.predict.dispatch_wire != "auto":
+        return cfg.predict.dispatch_wire
+    return "mxfp8" if cfg.dispatcher.get("wire_dtype") == "mxfp8" else values
+
+
+def _sharding(cfg: DictConfig) -> str:
+    if "fully_shard" in str(cfg.strategy.get("_target_", "")):
+        return "all"
+    return "optimizer" if cfg.predict.shard_optimizer else "none"
+
+
+def _state_bytes(cfg: DictConfig) -> tuple[int, int, int]:
+    if cfg.predict.shard_optimizer:
+        return SPREAD_STATE
+    size = 2 if cfg.trainer.precision == "bf16-true" else 4
+    moments = (
+        2 if "AdamW" in str(cfg.optimizer.get("_target_", "")) else 1 if cfg.optimizer.get("momentum") else 0
+    )
+    return size, size, moments * size
+
+
+def _alignment(cfg: DictConfig, math: Math, cluster: Cluster) -> int:
+    wanted = cfg.fusion.get("alignment", "auto")
+    if wanted == "auto":  # as `fusion.base.resolve_alignment`, which needs torch
+        wanted = 16 if math == "bf16" and cluster.kind == "cpu" else ALIGNMENT.get(math, 1)
+    return max(wanted, cfg.dispatcher.get("alignment", 1))

@@ -1,0 +1,194 @@
+"""A prediction as text for a terminal, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from sidestream.model.account import account
+from sidestream.predict.layer import Seconds
+from sidestream.predict.predict import Prediction, link_of
+from sidestream.predict.residuals import Residual
+
+SCHEMA_VERSION = 1
+NAMES = {
+    "route": "route, sort, launch",
+    "counts": "row counts (wire)",
+    "pack": "pack",
+    "dispatch": "dispatch (wire)",
+    "unpack": "order by expert",
+    "experts": "experts",
+    "gather": "sum of a token's rows",
+    "combine": "combine (wire)",
+    "add": "add up",
+}
+
+
+def text(found: Prediction, *, choices: dict[str, str]) -> str:
+    """The page that `predict.py` prints."""
+    blocks = [
+        _head(found, choices),
+        _layer(found),
+        _unit(found),
+        _step(found),
+        _memory(found),
+        _verdict(found),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _head(found: Prediction, choices: dict[str, str]) -> list[str]:
+    asked, job, cluster = found.asked, found.asked.job, found.asked.cluster
+    counted = account(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+    unit = "GPUs" if cluster.kind == "gpu" else "ranks"
+    groups = (
+        "" if job.routes.num_groups == 1 else f" in {job.routes.top_groups} of {job.routes.num_groups} groups"
+    )
+    stages = (
+        ""
+        if job.pipeline_stages == 1
+        else f", {job.pipeline_stages} pipeline stages of {job.virtual_stages} parts"
+    )
+    return [
+        f"cluster  {cluster.name}: {cluster.num_gpus} {unit}, {cluster.gpus_per_domain} to a domain",
+        f"model    {choices.get('model', '?')}: {counted.params_total / 1e9:.4g} B parameters, "
+        f"{counted.params_active / 1e9:.3g} B active; top-{job.routes.top_k} of {job.routes.num_experts}{groups}; "
+        f"{counted.flops_per_token / 1e9:.4g} GFLOP a token",
+        f"layout   expert_parallel_size {job.expert_parallel_size}, copies of an expert "
+        f"{job.expert_data_parallel_size}{stages}; {job.micro_batch_size} x {job.seq_length} tokens a micro-batch, "
+        f"{job.micro_batches} a step; {job.math} products",
+        "choices  "
+        + " ".join(
+            f"{group}={choices[group]}"
+            for group in ("dispatcher", "overlap", "fusion", "graph")
+            if group in choices
+        )
+        + f" ({asked.job.mover.packing.replace('_', ' ')} packing, wire {job.dispatch_wire} / {job.combine_wire})",
+    ]
+
+
+def _layer(found: Prediction) -> list[str]:
+    forward, backward = found.step.layer
+    lines = ["one MoE layer, one part after another, ms      forward  backward"]
+    for name, words in NAMES.items():
+        lines.append(f"  {words:42} {_ms(getattr(forward, name)):>9} {_ms(getattr(backward, name)):>9}")
+    lines.append(f"  {'total':42} {_ms(forward.total):>9} {_ms(backward.total):>9}")
+    return lines
+
+
+def _unit(found: Prediction) -> list[str]:
+    unit, job = found.step.unit, found.asked.job
+    name = job.schedule.name if not job.schedule.interleaved else "interleaved micro-batches"
+    return [
+        f"one MoE unit under overlap={name}, forward and backward, ms",
+        f"  {'compute':42} {_ms(unit.compute):>9}",
+        f"  {'dispatch and combine':42} {_ms(unit.communication):>9}",
+        f"  {'serial':42} {_ms(unit.serial):>9}",
+        f"  {'scheduled':42} {_ms(unit.seconds):>9}   {unit.serial / unit.seconds:.2f} x, E_hide {unit.e_hide:.2f}",
+        f"  {'exposed':42} {_ms(unit.exposed):>9}",
+    ]
+
+
+def _step(found: Prediction) -> list[str]:
+    step = found.step
+    lines = ["one step, ms"]
+    for part in step.parts:
+        if part.seconds:
+            lines.append(f"  {part.name:42} {_ms(part.seconds):>9}")
+    if step.hidden:
+        lines.append(f"  {'hidden by the schedule':42} {'-' + _ms(step.hidden):>9}")
+    lines += [
+        f"  {'step':42} {_ms(step.seconds):>9}   exposed communication {step.exposed / step.seconds:.1%}",
+        f"  {'tokens/s per GPU':42} {step.tokens_per_second_per_gpu:>9,.0f}",
+        f"  {'TFLOP/s per GPU':42} {step.flops_per_gpu / 1e12:>9.4g}   {found.peak_share:.0%} of the "
+        f"{found.asked.job.math} peak",
+    ]
+    return lines
+
+
+def _memory(found: Prediction) -> list[str]:
+    needed = found.memory
+    lines = [f"memory of a rank, GB of {needed.available / 1e9:.4g}"]
+    for item in fields(needed):
+        if item.name != "available":
+            lines.append(f"  {item.name:42} {getattr(needed, item.name) / 1e9:>9.4g}")
+    lines.append(f"  {'total':42} {needed.total / 1e9:>9.4g}")
+    return lines
+
+
+def _verdict(found: Prediction) -> list[str]:
+    lines = [f"what binds: {found.binds}"]
+    if found.asked.job.expert_parallel_size > 1:
+        lines.append(f"an exchange is as fast as the {link_of(found.asked)}")
+    if found.published:
+        lines += _published(found)
+    lines.append("the model's error on the nearest published rows (docs/predictor.md has all):")
+    lines += [
+        f"  {row.error:+7.1%}  {row.what}: {row.predicted:.4g} for {row.published:.4g} {row.unit}"
+        for row in found.nearest
+    ]
+    if found.asked.cluster.kind == "gpu":
+        lines.append("nothing here was measured on this cluster by us")
+    return lines
+
+
+def _published(found: Prediction) -> list[str]:
+    assert found.published is not None
+    measured = found.published["tokens_per_second_per_gpu"]
+    ours = found.step.tokens_per_second_per_gpu
+    return [
+        f"published: {measured:,.0f} tokens/s per GPU; predicted {ours:,.0f} ({ours / measured - 1:+.1%})",
+        f"  source: {found.published['source']}",
+        f"  dispatcher: {found.published['why']}",
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}" if seconds < 1 else f"{1e3 * seconds:.1f}"
+
+
+def record(found: Prediction, *, command: str, choices: dict[str, str]) -> dict[str, Any]:
+    """The JSON beside the picture. Names as in `result.json`, times in ms, sizes in bytes."""
+    step, job, unit = found.step, found.asked.job, found.step.unit
+    forward, backward = step.layer
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "prediction": "step",
+        "command": command,
+        "choices": choices,
+        "cluster": found.asked.cluster.name,
+        "num_gpus": step.gpus,
+        "expert_parallel_size": job.expert_parallel_size,
+        "pipeline_stages": job.pipeline_stages,
+        "tokens": step.tokens,
+        "flops_per_token": step.flops_per_token,
+        "metrics": {
+            "step_ms": 1e3 * step.seconds,
+            "tokens_per_second": step.tokens_per_second_per_gpu * step.gpus,
+            "tokens_per_second_per_gpu": step.tokens_per_second_per_gpu,
+            "tflops_per_gpu": step.flops_per_gpu / 1e12,
+            "mfu": found.peak_share,
+            "exposed_share": step.exposed / step.seconds,
+        },
+        "layer_ms": {"forward": _parts(forward), "backward": _parts(backward)},
+        "overlap": {
+            "compute_ms": 1e3 * unit.compute,
+            "comm_ms": 1e3 * unit.communication,
+            "serial_ms": 1e3 * unit.serial,
+            "overlapped_ms": 1e3 * unit.seconds,
+            "e_hide": unit.e_hide,
+        },
+        "step_ms": {part.name: 1e3 * part.seconds for part in step.parts} | {"hidden": -1e3 * step.hidden},
+        "memory_bytes": {item.name: getattr(found.memory, item.name) for item in fields(found.memory)},
+        "binds": found.binds,
+        "published": found.published,
+        "nearest_published": [_row(row) for row in found.nearest],
+    }
+
+
+def _parts(seconds: Seconds) -> dict[str, float]:
+    return {name: 1e3 * getattr(seconds, name) for name in NAMES} | {"total": 1e3 * seconds.total}
+
+
+def _row(row: Residual) -> dict[str, Any]:
+    return asdict(row)
