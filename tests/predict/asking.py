@@ -28,10 +28,10 @@ def option(overrides: tuple[str, ...], group: str, default: str) -> str:
 
 def asked(*overrides: str) -> Asked:
     """What is asked for, without whether it fits."""
-    return read(composed(*overrides), name=option(overrides, "cluster", "h100"))
+    return read(composed(*overrides), name=option(overrides, "cluster", "gb300_nvl72"))
 
 
 def predicted(*overrides: str) -> Prediction:
     """The whole prediction."""
-    cluster, model = option(overrides, "cluster", "h100"), option(overrides, "model", "qwen3_30b_a3b")
+    cluster, model = option(overrides, "cluster", "gb300_nvl72"), option(overrides, "model", "qwen3_30b_a3b")
     return predict(composed(*overrides), cluster=cluster, model=model)

@@ -29,7 +29,7 @@ def step_of(*overrides: str) -> float:
 @pytest.mark.parametrize(
     ("less", "more"),
     [
-        ("cluster.fast_link_gb_per_s=900", "cluster.fast_link_gb_per_s=450"),
+        ("strategy.expert_parallel_size=8 cluster.fast_link_gb_per_s=900", "strategy.expert_parallel_size=8"),
         ("cluster.slow_link_gb_per_s=100", "cluster.slow_link_gb_per_s=50"),
         ("cluster.bf16_tflops=2000", "cluster.bf16_tflops=989"),
         ("cluster.memory_tb_per_s=4.8", "cluster.memory_tb_per_s=3.35"),
@@ -189,7 +189,7 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
 
 
 def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
-    words = ("-m", "dispatcher=alltoall,nccl_ep", "expert_parallel_size=3,16", "predict.plot=false")
+    words = ("-m", "dispatcher=alltoall,nccl_ep", "expert_parallel_size=3,64", "predict.plot=false")
     done = run(*words, f"paths.log_dir={tmp_path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| `")]
@@ -198,7 +198,7 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
-    done = run("model=deepseek_v3", f"paths.log_dir={tmp_path}", folder=tmp_path)
+    done = run("cluster=h100", "model=deepseek_v3", f"paths.log_dir={tmp_path}", folder=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr.startswith("error: cluster.memory_gb=80: a rank would need")

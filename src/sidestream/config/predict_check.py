@@ -44,13 +44,13 @@ def check_for_training(cfg: DictConfig) -> None:
             expected="0, or predict.py",
             fix="model.num_mtp_layers=0",
         )
-    if cfg.cluster is not None:
+    if cfg.cluster:
         raise ConfigError(
-            "cluster",
-            "...",
+            "cluster.num_gpus",
+            cfg.cluster.get("num_gpus"),
             "training runs where it is started, and only predict.py asks which machine that is",
-            expected="null, or predict.py",
-            fix="cluster=null",
+            expected="no cluster, or predict.py",
+            fix="cluster=none",
         )
     for name, default in _DEFAULTS.items():
         if (value := cfg.predict[name]) != default:

@@ -346,7 +346,12 @@ class Paths:
 
 
 @dataclass
-class Cluster:
+class NoCluster:
+    """Nothing is predicted."""
+
+
+@dataclass
+class Cluster(NoCluster):
     """A machine that predict.py knows: conf/cluster/. Units are in the names; links are per direction."""
 
     kind: str = one_of("gpu", "cpu")
@@ -495,7 +500,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "logger": {"none": Logger, "csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger},
     "paths": {"default": Paths},
     "measure": {"overlap": Measure},
-    "cluster": {"machine": Cluster},
+    "cluster": {"none": NoCluster, "machine": Cluster},
     "predict": {"default": Predict},
 }
 

@@ -70,6 +70,8 @@ def _thin(measured: Sequence[dict[str, Any]], *, exchange: float) -> tuple[float
     forward = np.array([m["forward"] for m in measured]) - exchanges
     backward = np.array([m["backward"] for m in measured]) - 2 * exchange
     found = _not_negative(counts / forward[:, None], np.ones_like(forward))
+    if not found.any():
+        raise ValueError("layers took no longer than their exchanges; measure on a quiet machine")
     overhead, per_route, per_score = (float(value) for value in found)
     return overhead, per_route, per_score, float(backward.sum() / (counts @ found).sum())
 

@@ -31,10 +31,9 @@ def rewrite() -> None:
 
 
 def start(cfg: DictConfig) -> None:
-    """Predict one config. In a sweep a job that is refused has its reason in the table, and the others go on.
+    """Predict one config. What cannot be laid out, or does not fit, ends with one line and exit code 2.
 
-    Raises:
-        ConfigError: It cannot be laid out, or does not fit.
+    In a sweep a job that is refused has its reason below the table, and the others go on.
     """
     hydra = HydraConfig.get()
     choices = {name: hydra.runtime.choices[name] for name in GROUPS if hydra.runtime.choices.get(name)}
@@ -44,7 +43,9 @@ def start(cfg: DictConfig) -> None:
         found = predict(_without_hydra(cfg), cluster=choices.get("cluster", ""), model=choices["model"])
     except ConfigError as error:
         if not sweeps:
-            raise
+            # Hydra would print the overrides and a hint in front of an exception.
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
         _jobs.append({"job": label, "refused": str(error)})
         return
     folder = Path(hydra.runtime.output_dir)

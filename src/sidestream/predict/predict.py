@@ -131,8 +131,8 @@ def too_large(asked: Asked, needed: Memory) -> ConfigError:
     listed = ", ".join(
         f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size > 0.005 * needed.total
     )
-    larger = f"cluster.num_gpus={2 * asked.cluster.num_gpus} with a larger strategy.expert_parallel_size"
-    fix = next((fix for fix, job in _smaller(asked.job) if memory(job, asked.cluster).fits), larger)
+    fitting = (fix for fix, job in _smaller(asked) if memory(job, asked.cluster).fits)
+    fix = next(fitting, "model.num_layers=1, or another cluster")
     return ConfigError(
         "cluster.memory_gb",
         f"{asked.cluster.memory_bytes / 1e9:g}",
@@ -142,8 +142,23 @@ def too_large(asked: Asked, needed: Memory) -> ConfigError:
     )
 
 
-def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
-    """Changes that save memory, those that cost least first, alone and then together."""
+def _smaller(asked: Asked) -> Iterator[tuple[str, Job]]:
+    """Changes that save memory, those that cost least first: on as many GPUs, then on more."""
+    yield from _on_as_many(asked.job)
+    for times in (2, 4, 8, 16, 32, 64):
+        job = replace(asked.job, data_parallel_size=times * asked.job.data_parallel_size)
+        gpus = f"cluster.num_gpus={times * asked.cluster.num_gpus}"
+        for shared in (times, 1):
+            ranks = shared * job.expert_parallel_size
+            if asked.cluster.slow_link is None or job.routes.num_experts % ranks:
+                continue
+            wider = replace(job, expert_parallel_size=ranks)
+            more = gpus if shared == 1 else f"{gpus} strategy.expert_parallel_size={ranks}"
+            yield more, wider
+            yield from ((f"{more} {fix}", smaller) for fix, smaller in _on_as_many(wider))
+
+
+def _on_as_many(job: Job) -> Iterator[tuple[str, Job]]:
     spread = replace(job, sharding="all")
     small = replace(job, micro_batch_size=1, micro_batches=job.micro_batches * job.micro_batch_size)
     if job.sharding == "none":

@@ -59,13 +59,13 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
     cluster = cluster_of(cfg.cluster, name=name)
     layout = _layout(cfg, cluster)
     math = _math(cfg, cluster)
-    if layout.expert_parallel_size > cluster.gpus_per_domain and cluster.slow_link is None:
+    if cluster.num_gpus > cluster.gpus_per_domain and cluster.slow_link is None:
         raise ConfigError(
-            "strategy.expert_parallel_size",
-            layout.expert_parallel_size,
-            f"cluster={name} joins {cluster.gpus_per_domain} ranks, and has no link beyond",
-            expected=f"at most {cluster.gpus_per_domain}",
-            fix=f"strategy.expert_parallel_size={cluster.gpus_per_domain}",
+            "cluster.num_gpus",
+            cluster.num_gpus,
+            f"cluster={name} joins {cluster.gpus_per_domain} ranks, and no link beyond is known",
+            expected=f"at most {cluster.gpus_per_domain}, or cluster.slow_link_gb_per_s",
+            fix=f"cluster.num_gpus={cluster.gpus_per_domain}",
         )
     router, predict = cfg.router, cfg.predict
     values: Any = OmegaConf.to_container(cfg.model, resolve=True)
@@ -100,9 +100,9 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
 
 def cluster_of(node: DictConfig, *, name: str) -> Cluster:
     """The machine of a `cluster` option, in SI units."""
-    if node is None:
+    if not node:
         raise ConfigError(
-            "cluster", None, "nothing to predict for", expected="a machine", fix="cluster=gb300_nvl72"
+            "cluster", "none", "nothing to predict for", expected="a machine", fix="cluster=gb300_nvl72"
         )
 
     def scaled(key: str, factor: float) -> float | None:

@@ -141,21 +141,30 @@ def passes(unit: Unit, schedule: Schedule, *, wire_on_compute: float = 0.0) -> t
             passes(unit, replace(schedule, slot=slot), wire_on_compute=wire_on_compute) for slot in slots
         ]
         return min(found, key=lambda both: both[0].seconds + both[1].seconds)
+    one_by_one = replace(schedule, enabled=False)
+    waiting = [duration(*events(unit, one_by_one)), duration(*backward_events(unit, one_by_one))]
     listed = events(unit, schedule), backward_events(unit, schedule)
     own = [travel for _, travel in listed]
     if unit.own_wire is not None:
         copied = replace(unit, moe=unit.own_wire)
         own = [events(copied, schedule)[1], backward_events(copied, schedule)[1]]
     forward, backward = (
-        _timed(one, travel, schedule, wire_on_compute * (sum(copying) / sum(travel) if sum(travel) else 0.0))
-        for (one, travel), copying in zip(listed, own)
+        _timed(
+            one,
+            travel,
+            schedule,
+            serial,
+            wire_on_compute * (sum(copying) / sum(travel) if sum(travel) else 0.0),
+        )
+        for (one, travel), copying, serial in zip(listed, own, waiting)
     )
     return forward, backward
 
 
-def _timed(listed: list[Event], travel: Sequence[float], schedule: Schedule, wire_on_compute: float) -> Pass:
+def _timed(
+    listed: list[Event], travel: Sequence[float], schedule: Schedule, serial: float, wire_on_compute: float
+) -> Pass:
     compute = sum(event.seconds for event in listed)
-    serial = duration(listed, travel)
     if not schedule.enabled or (schedule.name == "none" and not schedule.interleaved):
         return Pass(serial, serial, compute, sum(travel))
     best = max(compute, sum(travel)) if schedule.interleaved else duration(best_order(listed), travel)
@@ -216,7 +225,7 @@ class _List:
         self._counts()
 
     def _score(self, share: float = 1.0) -> None:
-        self.events.append(Event("part", "route", seconds=share * self.moe.route))
+        self.events.append(Event("part", "router", seconds=share * self.moe.route))
 
     def _counts(self) -> None:
         if self.moe.counts and not self.schedule.fused:
