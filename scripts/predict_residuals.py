@@ -87,6 +87,8 @@ def everything() -> Everything:
         rows += [residuals.layer(row, clusters[row["device"]]) for row in layers]
         rows += [measured.whole_step(row, compose) for row in published("steps")]
         rows += measured.cpu_layers(cpu, cluster(measured.CPU), compose)
+        for precision in ("bf16", "fp32"):
+            rows += measured.cpu_fused(load(RESULTS / f"bench_fusion_{precision}.json"), compose)
         rows += measured.cpu_overlap(load(OVERLAP), compose)
         left_out = residuals.leave_one_model_out(layers, clusters["H100"])
         beside = measured.beside_products(cpu, cluster(measured.CPU), compose)

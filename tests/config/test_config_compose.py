@@ -10,9 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import check
 from sidestream.config.help import GROUPS, help_text
+from sidestream.predict.predict import predict
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+PREDICTED = ("cluster", "predict", "model/routing", "experiment/recipe")
 Compose = Callable[..., DictConfig]
 
 
@@ -22,6 +24,10 @@ def test_an_option_is_typed_and_its_first_line_is_a_command_that_runs(compose: C
     line = (CONF / option).read_text().removeprefix("# @package _global_\n").splitlines()[0]
     command = shlex.split(line.removeprefix("# "))
     group = str(option.parent)
+    trains = option.stem == "none"
+    if (group.startswith(PREDICTED) and not trains) or option.stem in ("predict", "gpt_oss_120b"):
+        predicts(compose, option, command)
+        return
     script = "scripts/measure_overlap.py" if option.stem == "measure_overlap" else "train.py"
     assert command[:2] == ["python", script]
     if command[2:3] == ["-m"]:  # a study: what it sweeps stands in the file
@@ -34,6 +40,22 @@ def test_an_option_is_typed_and_its_first_line_is_a_command_that_runs(compose: C
     if group not in (".", "experiment", "arm"):
         assert hasattr(OmegaConf.get_type(cfg[group]), "__dataclass_fields__")
     assert "???" not in OmegaConf.to_yaml(cfg)
+
+
+def predicts(compose: Compose, option: Path, command: list[str]) -> None:
+    """The first line predicts, and fits."""
+    assert command[:2] == ["python", "predict.py"]
+    overrides = [f"strategy.{part}" if part.startswith("expert_par") else part for part in command[2:]]
+    group, _, folder = str(option.parent).partition("/")
+    chosen = f"{group}={folder}/{option.stem}" if folder else f"{group}={option.stem}"
+    if option.parent.name in ("cluster", "model", "recipe"):
+        assert chosen in overrides
+    cfg = compose(*overrides, config_name="predict")
+    predict(cfg, cluster="", model=option.stem)
+    if option.parent.name == "routing":
+        stated = OmegaConf.load(CONF / option)
+        assert cfg.model == compose(f"model={option.stem}", config_name="predict").model
+        assert all(cfg.router[key] == value for key, value in stated.items())
 
 
 def test_lint_and_enabled_exist_in_every_graph_and_overlap_option(compose: Compose):

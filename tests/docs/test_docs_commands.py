@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments
+from sidestream.predict.read import read
 from tests.docs.pages import PAGES, README, REPOSITORY, blocks, commands, script, text
 
 Compose = Callable[..., DictConfig]
@@ -73,6 +74,15 @@ def test_a_command_is_legal(
         check_train(compose, rest[place + 1 :], config=CONFIGS[rest[place]], **world)
     elif words[:2] == ["python", "train.py"]:
         check_train(compose, rest[1:])
+    elif words[:2] == ["python", "predict.py"]:
+        for job in jobs(
+            [
+                f"strategy.{part}" if part.startswith("expert_par") else part
+                for part in rest[1:]
+                if part != "-m"
+            ]
+        ):
+            read(compose(*job, config_name="predict"), name="")
     elif words[:2] == ["python", "scripts/measure_overlap.py"]:
         check_train(compose, rest[1:], config="measure_overlap")
     elif words[:2] == ["python", "scripts/two_hosts.py"]:

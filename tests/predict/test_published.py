@@ -109,6 +109,10 @@ def test_layers_on_this_kind_of_cpu(everything: Any, tables: dict[str, list[Resi
     assert mean(map(abs, everything.beside_products)) <= 0.25
 
 
+def test_fused_layers_on_this_kind_of_cpu(tables: dict[str, list[Residual]]) -> None:
+    assert len(tables["cpu_fused"]) == 4 and mean_error(tables["cpu_fused"]) <= 0.15
+
+
 def test_measured_overlap(tables: dict[str, list[Residual]]) -> None:
     assert len(tables["cpu_overlap"]) == 24
     assert max(abs(row.error) for row in tables["cpu_overlap"]) <= 0.1

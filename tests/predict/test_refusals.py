@@ -87,7 +87,7 @@ def test_it_says_why_and_what_helps(name: str) -> None:
     [
         (("experiment=recipe/deepseek_v3_gb300",), "trainable=false"),
         (("experiment=recipe/qwen3_30b_h100",), "trainable=false"),
-        (("model=gpt_oss_120b",), "trainable=false"),
+        (("model=gpt_oss_120b",), "model.trainable=false"),
         (("model.num_mtp_layers=1",), "training has no multi-token prediction"),
         (("cluster=h100",), "only predict.py asks which machine"),
         (("predict.skew=2",), "nothing is predicted here"),

@@ -8,7 +8,6 @@ from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
 
-COMMAND = "run python predict.py with the same overrides"
 # Keys of the group that say something when nothing is predicted, and what they are then.
 _DEFAULTS: dict[str, Any] = {
     "math": "auto",
@@ -29,12 +28,13 @@ def check_for_training(cfg: DictConfig) -> None:
         ConfigError: naming the key to change.
     """
     if not cfg.trainable:
+        model = not cfg.model.trainable
         raise ConfigError(
-            "trainable",
+            "model.trainable" if model else "trainable",
             False,
             "this preset is known to predict.py only: it has parts that training does not build",
-            expected="a preset that can be trained",
-            fix=COMMAND,
+            expected="a preset that can be trained, or predict.py",
+            fix="model=tiny" if model else "experiment=null",
         )
     if cfg.model.num_mtp_layers:
         raise ConfigError(

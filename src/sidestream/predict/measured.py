@@ -16,7 +16,7 @@ from sidestream.predict.layer import Layer, expert_products, layer_seconds
 from sidestream.predict.read import read
 from sidestream.predict.residuals import Residual, residual
 from sidestream.predict.schedules import Pass
-from sidestream.predict.step import step, unit_passes
+from sidestream.predict.step import fused, step, unit_passes
 
 Compose = Callable[..., DictConfig]  # overrides -> the root config of conf/predict.yaml
 CPU = "cpu_2core"
@@ -73,22 +73,53 @@ def beside_products(result: dict[str, Any], cluster: Cluster, compose: Compose) 
     return errors
 
 
+def cpu_fused(result: dict[str, Any], compose: Compose) -> list[Residual]:
+    """Forward and backward of fused experts, at shapes of which nothing was calibrated."""
+    rows = []
+    precision = {"bf16": "bf16-mixed", "fp32": "32-true"}[result["precision"]]
+    for record in result["results"]:
+        asked = read(compose(*_sizes(record), "fusion=mega", f"trainer.precision={precision}"), name=CPU)
+        both = [
+            fused(seconds, asked.cluster)
+            for seconds in layer_seconds(asked.job.layer(asked.cluster), asked.cluster)
+        ]
+        rows.append(
+            residual(
+                record["arms"]["sidestream/none+mega"]["forward_backward_ms"]["median"],
+                1e3 * sum(seconds.total for seconds in both),
+                table="cpu_fused",
+                what=f"fusion=mega, {result['precision']}, T,D,F,E,K {record['shape']}",
+                cluster=CPU,
+                dispatcher="none",
+                model="",
+                ranks=record["world_size"],
+                math=result["precision"],
+                unit="ms",
+                source=f"docs/results/bench_fusion_{result['precision']}.json",
+            )
+        )
+    return rows
+
+
 def layer_of(record: dict[str, Any], dispatcher: str, compose: Compose) -> Layer:
     """The layer of a record of the layer benchmark."""
-    cfg = compose(
+    asked = read(compose(*_sizes(record), f"dispatcher={dispatcher}"), name=CPU)
+    return asked.job.layer(asked.cluster)
+
+
+def _sizes(record: dict[str, Any]) -> list[str]:
+    """Overrides that make a model with one layer of a record of the layer benchmark."""
+    return [
         f"cluster={CPU}",
         f"cluster.num_gpus={record['world_size']}",
         "model=tiny",
-        f"dispatcher={dispatcher}",
         f"model.hidden_size={record['hidden_size']}",
         f"model.expert_hidden_size={record['expert_hidden_size']}",
         f"model.num_experts={record['num_experts']}",
         f"router.top_k={record['top_k']}",
         f"data.seq_length={record['tokens']}",
         f"strategy.expert_parallel_size={record['expert_parallel_size']}",
-    )
-    asked = read(cfg, name=CPU)
-    return asked.job.layer(asked.cluster)
+    ]
 
 
 def cpu_overlap(result: dict[str, Any], compose: Compose) -> list[Residual]:

@@ -17,6 +17,7 @@ TITLES = {
     "layer": "One MoE layer on 8 H100, forward or backward",
     "step": "Whole training steps",
     "cpu_layer": "One MoE layer on two CPU ranks, forward and backward",
+    "cpu_fused": "Fused experts on two CPU ranks, forward and backward",
     "cpu_overlap": "What schedules hide on two CPU ranks and a throttled link",
 }
 SHORT = {
@@ -25,6 +26,7 @@ SHORT = {
     "layer": "single layers on H100",
     "step": "training steps",
     "cpu_layer": "layers on this kind of CPU",
+    "cpu_fused": "fused experts on this kind of CPU",
     "cpu_overlap": "E_hide on this kind of CPU (difference)",
 }
 

@@ -118,11 +118,17 @@ def head_seconds(job: Job, cluster: Cluster, flops: ForwardFlops) -> Both:
     return Both(products + loss, 2 * products + loss)
 
 
+def routed_seconds(job: Job, cluster: Cluster) -> tuple[Seconds, Seconds]:
+    """The routed path of one layer, forward and backward."""
+    forward, backward = layer_seconds(job.layer(cluster), cluster)
+    if job.schedule.fused:
+        return fused(forward, cluster), fused(backward, cluster)
+    return forward, backward
+
+
 def unit_of(job: Job, cluster: Cluster, flops: ForwardFlops, block: int) -> Unit:
     """The MoE unit of a block."""
-    shape, moe = job.shape, layer_seconds(job.layer(cluster), cluster)
-    if job.schedule.fused:
-        moe = tuple(_fused(seconds, job, cluster) for seconds in moe)  # type: ignore[assignment]
+    shape, moe = job.shape, routed_seconds(job, cluster)
     before = NOTHING, NOTHING
     if job.schedule.name == "shortcut" and job.schedule.tap != "pos1":
         before = (
@@ -152,7 +158,7 @@ def _repeated(part: Both) -> Both:
     return Both(part.forward, part.backward + part.forward)
 
 
-def _fused(seconds: Seconds, job: Job, cluster: Cluster) -> Seconds:
+def fused(seconds: Seconds, cluster: Cluster) -> Seconds:
     """One operation: at best its transfers and its products hide one another. Rows are gathered by whoever needs them.
 
     On a CPU nothing travels: ranks read each other's memory, which is among the passes over rows.
@@ -229,7 +235,7 @@ def step(job: Job, cluster: Cluster) -> Step:
     forward_pass, backward_pass = timed[shape.moe_blocks[-1]]
     counted = account(shape, top_k=job.routes.top_k, seq_length=job.seq_length)
     return Step(
-        layer=layer_seconds(job.layer(cluster), cluster),
+        layer=routed_seconds(job, cluster),
         unit=forward_pass + backward_pass,
         unit_forward=forward_pass,
         unit_backward=backward_pass,
