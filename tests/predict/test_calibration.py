@@ -45,8 +45,8 @@ def raw(**changed: Any) -> dict[str, Any]:
             "tokens": tokens,
             "num_experts": experts,
             "top_k": top_k,
-            "forward": 3e-3 + 2e-7 * tokens * top_k + 4e-8 * tokens * experts + 3 * 1e-4,
-            "backward": 0.7 * (3e-3 + 2e-7 * tokens * top_k + 4e-8 * tokens * experts) + 2 * 1e-4,
+            "forward": 3e-3 + 2e-7 * tokens * top_k + 4e-8 * tokens * experts + 4 * 1e-4,
+            "backward": 0.7 * (3e-3 + 2e-7 * tokens * top_k + 4e-8 * tokens * experts) + 3 * 1e-4,
         }
         for tokens, experts, top_k in (
             (1024, 8, 2),

@@ -13,12 +13,14 @@ from PIL import Image
 from sidestream.predict import report
 from sidestream.predict.memory import memory
 from sidestream.predict.picture import by_share, by_size
+from sidestream.predict.read import read
 from sidestream.predict.step import parameters, step
+from tests.model.test_account import on_meta
 from tests.predict.asking import CONF, asked, composed, predicted
 
 QWEN = ("cluster=h100", "model=qwen3_30b_a3b", "strategy.expert_parallel_size=16")
 RECIPES = sorted(path.stem for path in (CONF / "experiment" / "recipe").glob("*.yaml"))
-CLUSTERS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
+CLUSTERS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml") if path.stem != "none")
 
 
 def step_of(*overrides: str) -> float:
@@ -36,7 +38,7 @@ def step_of(*overrides: str) -> float:
         ("cluster.layer_overhead_us=100", "cluster.layer_overhead_us=400"),
         ("predict.skew=1.0", "predict.skew=1.3"),
         ("dispatcher=nccl_ep", "dispatcher=alltoall"),
-        ("predict.dispatch_wire=fp8", "predict.dispatch_wire=bf16"),
+        ("dispatcher=deep_ep predict.dispatch_wire=fp8", "dispatcher=deep_ep"),
         ("overlap=shortcut", "overlap=none"),
         ("overlap=chunked", "overlap=none"),
         ("overlap=shortcut", "overlap.enabled=false overlap=shortcut"),
@@ -61,18 +63,20 @@ def test_a_bubble_shrinks_with_micro_batches_and_virtual_stages() -> None:
     assert many < few and virtual < few
 
 
-def test_state_of_a_rank_is_counted_parameter_by_parameter() -> None:
-    from sidestream.measure.memory import peak_growth  # noqa: F401 - torch is there
-    from tests.core.build_tiny import SHAPE
-
-    one = asked("cluster=cpu_2core", "model=tiny", "trainer.precision=32-true", "dispatcher=alltoall")
-    dense, experts = parameters(one.job)
-    shape = one.job.shape
-    by_hand = len(shape.moe_blocks) * shape.num_experts * 3 * shape.hidden_size * shape.expert_hidden_size
-    assert experts == by_hand / 2
-    needed = memory(one.job, one.cluster)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_parameters_of_a_rank_are_those_of_a_built_model(ep: int) -> None:
+    """Every tensor of `tiny` on one rank, by adding up what torch made."""
+    cfg = composed(
+        "cluster=cpu_2core", "model=tiny", "dispatcher=alltoall", f"strategy.expert_parallel_size={ep}"
+    )
+    job = read(cfg, name="cpu_2core").job
+    dense, experts = parameters(job)
+    sizes = {name: tensor.numel() for name, tensor in on_meta(job.shape, job.routes.top_k).named_parameters()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert experts == of_experts / ep
+    assert dense == sum(sizes.values()) - of_experts
+    needed = memory(job, read(cfg, name="cpu_2core").cluster)
     assert needed.weights + needed.gradients + needed.optimizer == 16 * (dense + experts)
-    assert SHAPE is not None
 
 
 def test_sharding_saves_what_it_spreads() -> None:
@@ -96,16 +100,17 @@ def test_static_buffers_and_skew_take_memory() -> None:
 
 
 def test_the_published_runs_that_kept_everything_fit() -> None:
-    """They ran, so a prediction that says they do not fit is wrong; 5 % is what one of them is over."""
+    """They ran, so a prediction that says they do not fit is wrong: by 4 and 8 % for two of them, as the page says."""
     from tests.predict.test_published import predict_residuals
 
+    over = []
     for row in predict_residuals.published("steps"):
         if row["recompute"] not in ("none", None):
             continue  # parts of a block are computed again there, which is not modelled
-        options = dict(one.split("=", 1) for one in row["overrides"])
         one = asked(*row["overrides"])
         needed = memory(one.job, one.cluster)
-        assert needed.total <= 1.1 * needed.available, options
+        over.append(needed.total / needed.available - 1)
+    assert len(over) == 23 and sum(one > 0 for one in over) <= 2 and max(over) <= 0.1
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -116,7 +121,7 @@ def test_every_cluster_predicts(name: str) -> None:
     )
     assert 0 < found.peak_share < 1 and found.nearest
     page = report.text(found, choices={"model": model})
-    assert "the model's error on the nearest published rows" in page
+    assert "the model's error on the nearest " in page
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -135,19 +140,88 @@ def _cluster_of(name: str) -> str:
     return next(line.split()[-1] for line in text.splitlines() if "override /cluster" in line)
 
 
-def test_at_most_three_recipes() -> None:
-    assert len(RECIPES) <= 3
+def test_weights_that_are_spread_are_gathered_in_every_micro_batch() -> None:
+    """By hand: 30.5 B parameters in fp32, three times 63/64 of them a micro-batch over 630 GB/s, less what hides it."""
+    words = ("strategy=fully_shard", "strategy.expert_parallel_size=1", "dispatcher=local")
+    one, four = (asked(*words, f"data.global_batch_size={size}") for size in (64, 256))
+    first, fourth = step(one.job, one.cluster), step(four.job, four.cluster)
+    wire = 3 * 30.53e9 * 4 * 63 / 64 / (900e9 * 0.7)
+    assert 0.3 * wire < first.reduction < wire
+    assert fourth.reduction == pytest.approx(4 * first.reduction, rel=1e-6)
+    freed = asked(*words, "strategy.reshard_after_forward=false")
+    assert step(freed.job, freed.cluster).reduction < first.reduction
+    # One rank's whole block, and its gradient, are there at some time.
+    block = 128 * 3 * 2048 * 768 * 8
+    assert block < memory(one.job, one.cluster).gathered < 1.2 * block
+
+
+def test_an_emulated_link_slows_exchanges_only() -> None:
+    words = ("cluster=cpu_2core", "model=tiny", "data.seq_length=256", "strategy.expert_parallel_size=1")
+    native, slow = asked(*words), asked(*words, "link=throttled", "link.gbps=0.1")
+    assert step(slow.job, slow.cluster).seconds == pytest.approx(step(native.job, native.cluster).seconds)
+
+
+def test_a_prediction_layer_is_one_more_block() -> None:
+    for overlap in ("none", "shortcut"):
+        seconds = []
+        for layers in (0, 1):
+            one = asked("model=tiny", f"overlap={overlap}", f"model.num_mtp_layers={layers}")
+            found = step(one.job, one.cluster)
+            seconds.append(sum(p.seconds for p in found.parts if p.name.startswith("MoE units")))
+        # `tiny` has two MoE blocks; under the shortcut their units hold two dense blocks as well.
+        assert seconds[1] < (1.51 if overlap == "none" else 1.4) * seconds[0], overlap
+
+
+def test_the_worst_case_of_fused_experts_takes_memory() -> None:
+    plain, worst = (
+        asked(*QWEN[1:], "fusion=mega", "fusion.capacity_factor=1.5"),
+        asked(*QWEN[1:], "fusion=mega"),
+    )
+    assert memory(worst.job, worst.cluster).activations > 2 * memory(plain.job, plain.cluster).activations
+
+
+def test_two_gates_use_the_experts_twice() -> None:
+    words = ("model=tiny", "router.top_k=1", "model.num_shared_experts=0", "overlap=shortcut")
+    one, two = asked(*words), asked(*words, "overlap.double_gating=true")
+    first, second = step(one.job, one.cluster), step(two.job, two.cluster)
+    assert second.flops_per_token - first.flops_per_token == 3 * 2 * 6 * 128 * 128
+    assert memory(two.job, two.cluster).activations > memory(one.job, one.cluster).activations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "binds"),
+    [
+        (("fusion=mega", "fusion.capacity_factor=2", "cluster.fast_link_gb_per_s=10"), "the fast link"),
+        (("cluster.fast_link_gb_per_s=10",), "the fast link"),
+        (
+            ("data.seq_length=65536", "dispatcher=alltoall", "model.activation_checkpointing=true"),
+            "attention",
+        ),
+        (
+            ("strategy=fully_shard", "strategy.expert_parallel_size=1", "dispatcher=local"),
+            "gradients and spread weights",
+        ),
+        ((), "attention"),
+        (("cluster.block_overhead_us=0",), "routing and launching"),
+        (
+            ("cluster.layer_overhead_us=0", "cluster.block_overhead_us=0", "predict.skew=4"),
+            "the experts' products",
+        ),
+    ],
+)
+def test_what_binds(overrides: tuple[str, ...], binds: str) -> None:
+    assert binds in predicted(*overrides).binds
 
 
 def test_lines_of_the_picture_begin_where_nothing_is_gained() -> None:
     one = asked("cluster=h100", "model=olmoe_1b_7b", "strategy.expert_parallel_size=8")
     for line in by_size(one.job, one.cluster):
-        assert line.at == (2.0, 4.0, 8.0, 16.0) and min(line.speedup) >= 1
+        assert line.at == (2.0, 4.0, 8.0, 16.0)
     for line in by_share(one.job, one.cluster, shares=(0.1, 0.3, 0.5)):
         assert line.at == (0.1, 0.3, 0.5)
         # No schedule hides more than there is of communication, or of compute.
         for share, speedup in zip(line.at, line.speedup):
-            assert 1 <= speedup <= 1 / max(share, 1 - share) + 1e-6
+            assert speedup <= 1 / max(share, 1 - share) + 1e-6
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -174,7 +248,7 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for expected in (
         "one MoE layer",
-        "exposed communication",
+        "exposed: dispatch and combine",
         "tokens/s per GPU",
         "what binds",
         "memory of a rank",

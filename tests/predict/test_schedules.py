@@ -32,7 +32,6 @@ REAL: dict[str, Any] = {
     "pos2": (partial(ShortcutOverlap, tap="pos2", slot=2), Schedule("shortcut", tap="pos2", slot=2)),
     "pos3": (partial(ShortcutOverlap, tap="pos3", slot=0), Schedule("shortcut", tap="pos3", slot=0)),
 }
-NAMES = [*REAL, "interleaved"]
 MOVED = ("dispatch", "combine", "dispatch.backward", "combine.backward")
 
 
@@ -133,28 +132,25 @@ def test_bounds_by_hand() -> None:
     nothing = dict.fromkeys(("route", "counts", "pack", "unpack", "late", "gather", "add"), 0.0)
     moe = Seconds(dispatch=4.0, combine=3.0, experts=2.0, fixed=(0.0, 0.0), **nothing)
     unit = Unit(attention=Both(5.0, 5.0), shared=Both(3.0, 3.0), moe=(moe, moe))
-    seconds = {
-        "none": 17.0,
-        "shared_expert": 5 + max(2, 4) + 2 + max(1, 3),
-        "chunked": 5
-        + 4
-        + 2
-        + max(3.0, 1.5 + 1.5),  # half a combine behind the last experts, the shared expert beside it
-        "two_batch": 2.5 + max(2.5, 2) + 1 + max(1 + 3, 1.5 + 1.5),
-        "shortcut": max(5, 4) + 2 + max(3, 3),
-    }
+    # attention 5, dispatch 4, experts 2, combine 3, shared 3
     found = {
-        "none": Schedule("none"),
-        "shared_expert": Schedule("shared_expert"),
-        "chunked": Schedule("chunked", parts=2),
-        "two_batch": Schedule("two_batch", parts=2),
-        "shortcut": Schedule("shortcut", tap="pos1"),
+        "none": (Schedule("none"), 17.0),
+        "shared_expert": (Schedule("shared_expert"), 5 + max(2.0, 4.0) + 2 + max(1.0, 3.0)),
+        # Dispatches end at 7 and 9; experts from 7 to 8 and from 9 to 10; combines from 9, when the wire is free, to
+        # 10.5 and 12; the shared expert from 10 to 13.
+        "chunked": (Schedule("chunked", parts=2), 13.0),
+        # Attention to 2.5, dispatch to 4.5; attention to 5, dispatch to 7; experts 5 to 6 and 7 to 8; combines 7 to 8.5
+        # and 8.5 to 10; both shared experts from 8 to 11.
+        "two_batch": (Schedule("two_batch", parts=2), 11.0),
+        "shortcut": (Schedule("shortcut", tap="pos1"), max(5.0, 4.0) + 2 + max(3.0, 3.0)),
+        "interleaved": (Schedule("none", interleaved=1.0), 10.0),
     }
-    for name, schedule in found.items():
+    for name, (schedule, seconds) in found.items():
         forward = passes(unit, schedule)[0]
-        if name in ("none", "shared_expert", "shortcut"):
-            assert forward.seconds == pytest.approx(seconds[name]), name
-        assert forward.serial == pytest.approx(17.0)
+        assert forward.seconds == pytest.approx(seconds), name
+        assert forward.serial == pytest.approx(17.0), name
+    half = passes(unit, Schedule("none", interleaved=0.5))[0]
+    assert half.seconds == pytest.approx((17 + 10) / 2)
 
 
 def test_the_slot_is_the_one_that_training_finds() -> None:

@@ -18,6 +18,9 @@ SIZES = [
     (Routes(256, 8, 8, 4), 4),  # a rank is two groups
     (Routes(32, 8, 8, 4), 8),
     (Routes(16, 1, 4, 2), 16),
+    (Routes(96, 1, 8, 4), 6),  # ranks that hold parts of groups
+    (Routes(96, 8, 8, 4), 6),
+    (Routes(384, 8, 8, 4), 12),
 ]
 
 
@@ -43,6 +46,7 @@ def test_destinations_by_hand() -> None:
     assert destinations(Routes(8, 2), 2) == pytest.approx(2 - 12 / 28)
     assert destinations(Routes(8, 1), 8) == pytest.approx(1)
     assert destinations(Routes(8, 8), 8) == pytest.approx(8)
+    assert destinations(Routes(96, 1, 8, 4), 6) == pytest.approx(1)
 
 
 def some(draw: random.Random) -> tuple[Routes, int, int]:

@@ -355,6 +355,7 @@ class Cluster(NoCluster):
     """A machine that predict.py knows: conf/cluster/. Units are in the names; links are per direction."""
 
     kind: str = one_of("gpu", "cpu")
+    mxfp8: bool = key()
     num_gpus: int = key(low=1)
     gpus_per_domain: int = key(low=1)
     bf16_tflops: float = key(above=0.0)

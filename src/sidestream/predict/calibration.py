@@ -66,9 +66,9 @@ def _activation(measured: Sequence[dict[str, Any]]) -> float:
 def _thin(measured: Sequence[dict[str, Any]], *, exchange: float) -> tuple[float, float, float, float]:
     """Overhead, seconds per route, seconds per score, and what backward takes of the three."""
     counts = np.array([[1.0, m["tokens"] * m["top_k"], m["tokens"] * m["num_experts"]] for m in measured])
-    exchanges = 3 * exchange  # counts, dispatch, combine: the model has them apart
-    forward = np.array([m["forward"] for m in measured]) - exchanges
-    backward = np.array([m["backward"] for m in measured]) - 2 * exchange
+    # The model has exchanges apart: counts, routes, rows and the way back; in backward one less.
+    forward = np.array([m["forward"] for m in measured]) - 4 * exchange
+    backward = np.array([m["backward"] for m in measured]) - 3 * exchange
     found = _not_negative(counts / forward[:, None], np.ones_like(forward))
     if not found.any():
         raise ValueError("layers took no longer than their exchanges; measure on a quiet machine")
@@ -111,6 +111,7 @@ def yaml_of(row: dict[str, Any], *, ranks: int, memory_gb: float, command: str, 
         "  - _self_",
         "",
         "kind: cpu",
+        "mxfp8: false",
         f"num_gpus: {ranks} # ranks, one core each",
         f"gpus_per_domain: {ranks}",
         f"bf16_tflops: {scaled('flops', 1e12)}",

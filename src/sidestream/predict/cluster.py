@@ -29,6 +29,7 @@ class Cluster:
     Attributes:
         name: Of the option.
         kind: `gpu` or `cpu`. On a CPU a rank's core also does the copying of its transfers.
+        mxfp8: There are products of block-scaled 8-bit values.
         num_gpus: Of the whole job; on a CPU the ranks.
         gpus_per_domain: Of them, how many the fast link joins: an NVLink domain, the ranks of a host.
         flops, flops_8bit, flops_32bit: Peak, dense, of matrix products in 16, 8 and 32 bits; None: no such unit, or not
@@ -54,6 +55,7 @@ class Cluster:
 
     name: str
     kind: str
+    mxfp8: bool
     num_gpus: int
     gpus_per_domain: int
     flops: float = measured_in(flop=1, second=-1)

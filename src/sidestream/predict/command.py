@@ -112,7 +112,7 @@ def sweep_table(jobs: list[dict[str, Any]]) -> str:
                 f"{1e3 * step.seconds:.1f}",
                 f"{step.tokens_per_second_per_gpu:.0f}",
                 f"{step.flops_per_gpu / 1e12:.0f}",
-                f"{step.exposed / step.seconds:.1%}",
+                f"{(step.exposed + step.reduction) / step.seconds:.1%}",
                 f"{found.memory.total / 1e9:.0f}",
                 found.binds,
             )

@@ -30,6 +30,7 @@ class Job:
         dispatch_wire, combine_wire: What travels there.
         skew: Rows of the busiest rank over the mean.
         in_graph: The step is replayed from a graph.
+        gathers: With `sharding=all`: how often weights are made whole in a pass of one micro-batch.
         sharding: `none`: every rank of `data_parallel_size` holds everything. `optimizer`: the optimizer's state and
             its fp32 weights are spread over them. `all`: weights and gradients too.
         state_bytes: Of a parameter, where nothing is spread: (weights, gradients, optimizer).
@@ -53,6 +54,7 @@ class Job:
     skew: float = 1.0
     in_graph: bool = False
     sharding: str = "none"
+    gathers: int = 0
     state_bytes: tuple[int, int, int] = (4, 4, 8)
     alignment: int = 1
 
@@ -60,6 +62,11 @@ class Job:
     def tokens(self) -> int:
         """Of a rank in one forward pass."""
         return self.micro_batch_size * self.seq_length
+
+    @property
+    def gates(self) -> int:
+        """Times that a layer's experts are used for a token: twice under DGMoE."""
+        return 2 if self.schedule.double_gating else 1
 
     @property
     def expert_data_parallel_size(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from sidestream.predict.cluster import Cluster, Math
 from sidestream.predict.kernels import VALUE_BYTES, activation_pass, grouped_product
-from sidestream.predict.traffic import Legs, Packing, Routes, Wire, legs, row_bytes, rows_sent
+from sidestream.predict.traffic import Legs, Packing, Routes, Wire, destinations, legs, row_bytes, rows_sent
 
 ROUTE_BYTES = (
     5,
@@ -103,7 +103,16 @@ class Layer:
     def rows(self) -> float:
         """N on the busiest rank."""
         sent = rows_sent(self.mover.packing, self.routes, tokens=self.tokens, ranks=self.ranks)
-        return sent * (self.skew if self.mover.packing != "to_all" else 1.0)
+        return sent * self._busier
+
+    @property
+    def _busier(self) -> float:
+        """Rows for the busiest rank over the mean; deduplicated, they are at most all tokens of all ranks."""
+        if self.mover.packing == "to_all":
+            return 1.0
+        if self.mover.packing == "per_route":
+            return self.skew
+        return min(self.skew, self.ranks / destinations(self.routes, self.ranks))
 
     def legs(self, wire: Wire) -> Legs:
         """Bytes of one exchange of the busiest rank."""
@@ -116,10 +125,8 @@ class Layer:
             per_domain=self.per_domain,
             row=row,
         )
-        skew = self.skew if self.mover.packing != "to_all" else 1.0
-        return Legs(
-            *(skew * part for part in (found.fast, found.slow, found.logical_fast, found.logical_slow))
-        )
+        parts = (found.fast, found.slow, found.logical_fast, found.logical_slow)
+        return Legs(*(self._busier * part for part in parts))
 
 
 @dataclass(frozen=True)

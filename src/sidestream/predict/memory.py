@@ -1,4 +1,5 @@
-"""Bytes of memory of one rank. State is counted exactly; activations are those that a backward pass needs.
+"""Bytes of memory of one rank. State is counted by parameter, stages having equal shares; activations are those that a
+backward pass needs.
 
 Legend: T tokens of a rank in a forward pass, K routes per token, D hidden, F expert width, b bytes of a value.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sidestream.model.account import account
 from sidestream.predict.cluster import Cluster
 from sidestream.predict.job import Job
 from sidestream.predict.kernels import VALUE_BYTES
@@ -21,6 +23,7 @@ class Memory:
 
     Attributes:
         weights, gradients, optimizer: State.
+        gathered: With everything spread: the largest block's weights, whole, and their gradients.
         activations: Kept for backward, of all micro-batches in flight, receive buffers of static dispatchers included.
         exchange: Send and receive buffers of one layer.
         logits: Of one micro-batch, with their gradient.
@@ -30,6 +33,7 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
+    gathered: float
     activations: float
     exchange: float
     logits: float
@@ -59,8 +63,11 @@ def memory(job: Job, cluster: Cluster) -> Memory:
         weights=weight * held,
         gradients=gradient * held,
         optimizer=optimizer * (state if job.sharding == "none" else spread),
+        gathered=(weight + gradient) * largest_block(job) if job.sharding == "all" else 0.0,
         activations=_in_flight(job) * activations(job, cluster),
-        exchange=2
+        exchange=0.0
+        if layer.ranks == 1
+        else 2
         * max(layer.rows, layer.mover.slots * layer.tokens * layer.routes.top_k)
         * shape.hidden_size
         * value,
@@ -70,10 +77,20 @@ def memory(job: Job, cluster: Cluster) -> Memory:
     )
 
 
+def largest_block(job: Job) -> float:
+    """Parameters of one rank's part of a MoE block."""
+    counted = account(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+    _, experts = parameters(job)
+    layers = len(job.shape.moe_blocks) + job.shape.num_mtp_layers
+    outside = counted.params_total - counted.params_embedding * (1 if job.shape.tie_embeddings else 2)
+    whole = layers * job.shape.num_experts * 3 * job.shape.hidden_size * job.shape.expert_hidden_size
+    return job.pipeline_stages * experts / layers + (outside - whole) / job.shape.num_layers
+
+
 def _in_flight(job: Job) -> float:
     """Micro-batches of which the first stage keeps activations, in those of all its blocks (1F1B, interleaved)."""
     if job.pipeline_stages == 1:
-        return 1.0
+        return 1.0  # interleaved, too: the next forward pass takes room as a backward pass frees it
     stages, virtual = job.pipeline_stages, job.virtual_stages
     most = stages if virtual == 1 else stages * (1 + (stages - 1) / (stages * virtual))
     return min(most, job.micro_batches) / stages
@@ -85,7 +102,7 @@ def activations(job: Job, cluster: Cluster) -> float:
     moe = len(shape.moe_blocks) + shape.num_mtp_layers
     dense = shape.num_layers - len(shape.moe_blocks)
     per_token = (moe + dense) * _attention(job) + dense * _feed_forward(job, shape.ffn_hidden_size)
-    per_token += moe * (_feed_forward(job, shape.shared_width) + _routed(job))
+    per_token += moe * (_feed_forward(job, shape.shared_width) + job.gates * _routed(job))
     return per_token * job.tokens
 
 

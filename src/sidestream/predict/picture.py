@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sidestream.model.account import forward_flops
 from sidestream.predict.cluster import Cluster
 from sidestream.predict.job import Job
 from sidestream.predict.schedules import Schedule
-from sidestream.predict.step import unit_passes
+from sidestream.predict.step import schedule_of, unit_of, unit_passes
 
 SHARES = tuple(share / 100 for share in range(5, 76, 5))
 COLORS = {
@@ -80,8 +81,17 @@ def by_share(job: Job, cluster: Cluster, shares: Sequence[float] = SHARES) -> li
 
 
 def _speedup(job: Job, cluster: Cluster) -> float:
-    forward, backward = unit_passes(job, cluster, job.shape.moe_blocks[-1])
-    return (forward.serial + backward.serial) / (forward.seconds + backward.seconds)
+    """Seconds of the same blocks without overlap, over those with it, of the last MoE block."""
+    block = job.shape.moe_blocks[-1]
+    chosen = schedule_of(job, block)
+    plain = unit_passes(job.with_schedule(Schedule("none")), cluster, block)
+    without = sum(one.seconds for one in plain)
+    if chosen.name == "shortcut" and chosen.tap != "pos1":
+        flops = forward_flops(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+        without += sum(
+            part.total for part in unit_of(job.with_schedule(chosen), cluster, flops, block).before
+        )
+    return without / sum(one.seconds for one in unit_passes(job, cluster, block))
 
 
 def _share(job: Job, cluster: Cluster) -> float:

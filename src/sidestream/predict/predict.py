@@ -15,13 +15,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
+from sidestream.model.account import forward_flops
 from sidestream.predict import residuals
 from sidestream.predict.job import Job
-from sidestream.predict.layer import layer_seconds
 from sidestream.predict.memory import Memory, memory
 from sidestream.predict.read import Asked, read
 from sidestream.predict.residuals import Residual
-from sidestream.predict.step import Step, step
+from sidestream.predict.schedules import Schedule
+from sidestream.predict.step import Step, step, unit_of
 
 
 @dataclass(frozen=True)
@@ -72,24 +73,36 @@ def predict(cfg: DictConfig, *, cluster: str, model: str) -> Prediction:
 def binding(asked: Asked, predicted: Step) -> str:
     """What would have to be faster for the step to be."""
     parts = {part.name: part.seconds for part in predicted.parts}
-    moving = predicted.exposed
     parts.pop("MoE units, dispatch and combine")
+    inside = "MoE units, compute"
+    # A fused path waits for its transfers inside of what counts as compute.
+    parts[inside] -= predicted.exposed if asked.job.schedule.fused else 0.0
     name, seconds = max(parts.items(), key=lambda item: item[1])
-    if moving > seconds:
+    if predicted.exposed > seconds:
         return (
             f"the {link_of(asked)}: what of dispatch and combine is exposed takes longer than any other part"
         )
-    return {"MoE units, compute": f"compute in MoE units: {_largest_of_layer(asked)}"}.get(name, name)
+    return f"compute in MoE units: {_largest_in_unit(asked)}" if name == inside else name
 
 
-def _largest_of_layer(asked: Asked) -> str:
-    forward, backward = layer_seconds(asked.job.layer(asked.cluster), asked.cluster)
-    names = {
-        "experts": "the experts' products",
-        "route": "routing and launching",
-        "unpack": "passes over rows",
+def _largest_in_unit(asked: Asked) -> str:
+    """The part of a typical MoE unit that computes longest, forward and backward together."""
+    job, cluster = asked.job, asked.cluster
+    flops = forward_flops(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+    unit = unit_of(job.with_schedule(Schedule("none")), cluster, flops, job.shape.moe_blocks[-1])
+    forward, backward = unit.moe
+
+    def both(*names: str) -> float:
+        return sum(getattr(one, name) for one in (forward, backward) for name in names)
+
+    parts = {
+        "attention": unit.attention.total,
+        "the shared expert": unit.shared.total,
+        "the experts' products": both("experts"),
+        "routing and launching": both("route"),
+        "passes over rows": both("pack", "unpack", "gather", "add"),
     }
-    return names[max(names, key=lambda name: getattr(forward, name) + getattr(backward, name))]
+    return max(parts, key=lambda name: parts[name])
 
 
 def link_of(asked: Asked) -> str:
@@ -124,6 +137,7 @@ def too_large(asked: Asked, needed: Memory) -> ConfigError:
         "weights": needed.weights,
         "gradients": needed.gradients,
         "optimizer": needed.optimizer,
+        "gathered weights": needed.gathered,
         "activations": needed.activations,
         "exchange buffers": needed.exchange,
         "logits": needed.logits,
@@ -132,7 +146,7 @@ def too_large(asked: Asked, needed: Memory) -> ConfigError:
         f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size > 0.005 * needed.total
     )
     fitting = (fix for fix, job in _smaller(asked) if memory(job, asked.cluster).fits)
-    fix = next(fitting, "model.num_layers=1, or another cluster")
+    fix = next(fitting, "take a cluster with more memory, or fewer layers")
     return ConfigError(
         "cluster.memory_gb",
         f"{asked.cluster.memory_bytes / 1e9:g}",
@@ -159,7 +173,7 @@ def _smaller(asked: Asked) -> Iterator[tuple[str, Job]]:
 
 
 def _on_as_many(job: Job) -> Iterator[tuple[str, Job]]:
-    spread = replace(job, sharding="all")
+    spread = replace(job, sharding="all", gathers=2)
     small = replace(job, micro_batch_size=1, micro_batches=job.micro_batches * job.micro_batch_size)
     if job.sharding == "none":
         yield "strategy=fully_shard", spread

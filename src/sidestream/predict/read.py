@@ -13,9 +13,11 @@ from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.fusion_check import is_mega
 from sidestream.config.graph_check import is_step
+from sidestream.config.keys import check_keys
+from sidestream.config.predict_check import check_prediction
 from sidestream.model.config import shape_from
 from sidestream.predict.cluster import Cluster, Math
-from sidestream.predict.job import Job
+from sidestream.predict.job import Job, ranks_of_domain
 from sidestream.predict.layer import Mover
 from sidestream.predict.schedules import Schedule
 from sidestream.predict.traffic import Routes, Wire
@@ -56,8 +58,10 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
     Raises:
         ConfigError: naming the key to change.
     """
+    check_keys(cfg)
     cluster = cluster_of(cfg.cluster, name=name)
     layout = _layout(cfg, cluster)
+    check_prediction(cfg, layout)
     math = _math(cfg, cluster)
     if cluster.num_gpus > cluster.gpus_per_domain and cluster.slow_link is None:
         raise ConfigError(
@@ -76,7 +80,7 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
             cfg.model.num_experts, router.top_k, router.get("num_groups") or 1, router.get("top_groups") or 1
         ),
         mover=_mover(cfg, cluster, layout),
-        schedule=_schedule(cfg),
+        schedule=_schedule(cfg, layout),
         seq_length=cfg.data.seq_length,
         micro_batch_size=layout.micro_batch_size,
         micro_batches=layout.accumulation,
@@ -90,6 +94,8 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
         skew=predict.skew,
         in_graph=is_step(cfg.graph),
         sharding=_sharding(cfg),
+        # Once for forward, and once more for backward where a block's weights were freed meanwhile.
+        gathers=1 + bool(cfg.strategy.get("reshard_after_forward")) if _sharding(cfg) == "all" else 0,
         state_bytes=_state_bytes(cfg),
         alignment=_alignment(cfg, math, cluster),
     )
@@ -111,6 +117,7 @@ def cluster_of(node: DictConfig, *, name: str) -> Cluster:
     return Cluster(
         name=name,
         kind=node.kind,
+        mxfp8=node.mxfp8,
         num_gpus=node.num_gpus,
         gpus_per_domain=node.gpus_per_domain,
         flops=node.bf16_tflops * TERA,
@@ -189,6 +196,7 @@ def _layout(cfg: DictConfig, cluster: Cluster) -> Layout:
             fix="predict.virtual_stages=1",
         )
     ranks = cluster.num_gpus // stages
+    _check_domains(cfg, cluster, ranks)
     gpus = 0 if cluster.kind == "cpu" else cluster.gpus_per_domain
     return check(
         cfg,
@@ -200,8 +208,26 @@ def _layout(cfg: DictConfig, cluster: Cluster) -> Layout:
     )
 
 
+def _check_domains(cfg: DictConfig, cluster: Cluster, ranks: int) -> None:
+    """Groups of experts' ranks lie evenly in the domains of the fast link, or take whole ones."""
+    size, domain = cfg.strategy.expert_parallel_size, ranks_of_domain(ranks, cluster.gpus_per_domain)
+    if size == "auto" or size < 1 or ranks % size or domain % size == 0 or size % domain == 0:
+        return
+    fits = [n for n in range(1, size) if domain % n == 0 and cfg.model.num_experts % n == 0]
+    raise ConfigError(
+        "strategy.expert_parallel_size",
+        size,
+        f"{ranks} ranks lie in domains of {domain}, and some groups would lie across two of them",
+        expected=f"a divisor or a multiple of {domain}",
+        fix=f"strategy.expert_parallel_size={fits[-1]}",
+    )
+
+
 def _math(cfg: DictConfig, cluster: Cluster) -> Math:
     math = cfg.predict.math if cfg.predict.math != "auto" else MATH[cfg.trainer.precision]
+    if math == "mxfp8" and not cluster.mxfp8:
+        why = f"cluster={cluster.name} has no products of block-scaled 8-bit values"
+        raise ConfigError("predict.math", math, why, expected="fp8 or bf16", fix="predict.math=bf16")
     try:
         cluster.products(math)
     except ValueError as error:
@@ -215,7 +241,12 @@ def _math(cfg: DictConfig, cluster: Cluster) -> Math:
 
 def _mover(cfg: DictConfig, cluster: Cluster, layout: Layout) -> Mover:
     if is_mega(cfg.fusion):
-        return Mover(packing="per_rank", packs_in_kernel=True, reads_counts=False, slots=_slots(cfg.fusion))
+        return Mover(
+            packing="per_rank",
+            packs_in_kernel=True,
+            reads_counts=False,
+            slots=_mega_slots(cfg, cluster, layout),
+        )
     can = CAPABILITIES.get(cfg.dispatcher.get("_target_", ""))
     if can is None or (can.packing is None and can.max_expert_parallel_size != 1):
         raise ConfigError(
@@ -240,11 +271,39 @@ def _mover(cfg: DictConfig, cluster: Cluster, layout: Layout) -> Mover:
     )
 
 
+def _mega_slots(cfg: DictConfig, cluster: Cluster, layout: Layout) -> float:
+    """Without a factor there is room for the worst case; on a CPU untouched memory costs nothing."""
+    if cfg.fusion.capacity_factor is not None or cluster.kind == "cpu":
+        return cfg.fusion.capacity_factor or 1.0
+    ranks, top_k = layout.expert_parallel_size, cfg.router.top_k
+    return ranks * min(top_k, cfg.model.num_experts // ranks) / top_k
+
+
 def _slots(node: DictConfig) -> float:
     return node.get("capacity_factor") or 1.0
 
 
-def _schedule(cfg: DictConfig) -> Schedule:
+def _interleaved(cfg: DictConfig, layout: Layout) -> float:
+    """Of m micro-batches all but one run beside another."""
+    if not cfg.predict.interleave:
+        return 0.0
+
+    def refuse(why: str, expected: str, fix: str = "predict.interleave=false") -> ConfigError:
+        return ConfigError("predict.interleave", True, why, expected=expected, fix=fix)
+
+    name = _option(cfg.overlap, "overlap")
+    if name != "none":
+        raise refuse(f"overlap={name} is a schedule already", "one of them", "overlap=none")
+    if is_mega(cfg.fusion):
+        raise refuse("fusion=mega has no transfers of its own", "false")
+    if layout.expert_parallel_size == 1:
+        raise refuse("on one rank nothing travels", "false, or strategy.expert_parallel_size above 1")
+    if layout.accumulation < 2:
+        raise refuse("a step of one micro-batch has no other one", "a data.global_batch_size for two or more")
+    return 1 - 1 / layout.accumulation
+
+
+def _schedule(cfg: DictConfig, layout: Layout) -> Schedule:
     overlap, name = cfg.overlap, _option(cfg.overlap, "overlap")
     if not str(overlap.get("_target_", "")).startswith("sidestream.overlap."):
         raise ConfigError(
@@ -252,14 +311,6 @@ def _schedule(cfg: DictConfig) -> Schedule:
             overlap.get("_target_", "?"),
             "nothing is known of the order of work in this class",
             expected="one of the shipped schedules",
-            fix="overlap=none",
-        )
-    if cfg.predict.interleave and name != "none":
-        raise ConfigError(
-            "predict.interleave",
-            True,
-            f"overlap={name} is a schedule already",
-            expected="one of them",
             fix="overlap=none",
         )
     slot = overlap.get("slot", "auto")
@@ -272,7 +323,7 @@ def _schedule(cfg: DictConfig) -> Schedule:
         delay_wgrad=bool(overlap.get("delay_wgrad")),
         enabled=overlap.enabled,
         fused=is_mega(cfg.fusion),
-        interleaved=cfg.predict.interleave,
+        interleaved=_interleaved(cfg, layout),
     )
 
 
@@ -298,7 +349,7 @@ def _state_bytes(cfg: DictConfig) -> tuple[int, int, int]:
         return SPREAD_STATE
     size = 2 if cfg.trainer.precision == "bf16-true" else 4
     moments = (
-        2 if "AdamW" in str(cfg.optimizer.get("_target_", "")) else 1 if cfg.optimizer.get("momentum") else 0
+        2 if "Adam" in str(cfg.optimizer.get("_target_", "")) else 1 if cfg.optimizer.get("momentum") else 0
     )
     return size, size, moments * size
 

@@ -78,13 +78,14 @@ def _layer(found: Prediction) -> list[str]:
 
 def _unit(found: Prediction) -> list[str]:
     unit, job = found.step.unit, found.asked.job
+    gain = f"{unit.serial / unit.seconds:.2f} x its serial run, E_hide {unit.e_hide:.2f}"
     name = job.schedule.name if not job.schedule.interleaved else "interleaved micro-batches"
     return [
         f"one MoE unit under overlap={name}, forward and backward, ms",
         f"  {'compute':42} {_ms(unit.compute):>9}",
         f"  {'dispatch and combine':42} {_ms(unit.communication):>9}",
         f"  {'serial':42} {_ms(unit.serial):>9}",
-        f"  {'scheduled':42} {_ms(unit.seconds):>9}   {unit.serial / unit.seconds:.2f} x, E_hide {unit.e_hide:.2f}",
+        f"  {'scheduled':42} {_ms(unit.seconds):>9}   {gain}",
         f"  {'exposed':42} {_ms(unit.exposed):>9}",
     ]
 
@@ -98,7 +99,8 @@ def _step(found: Prediction) -> list[str]:
     if step.hidden:
         lines.append(f"  {'hidden by the schedule':42} {'-' + _ms(step.hidden):>9}")
     lines += [
-        f"  {'step':42} {_ms(step.seconds):>9}   exposed communication {step.exposed / step.seconds:.1%}",
+        f"  {'step':42} {_ms(step.seconds):>9}   exposed: dispatch and combine {step.exposed / step.seconds:.1%}, "
+        f"gradients and spread weights {step.reduction / step.seconds:.1%}",
         f"  {'tokens/s per GPU':42} {step.tokens_per_second_per_gpu:>9,.0f}",
         f"  {'TFLOP/s per GPU':42} {step.flops_per_gpu / 1e12:>9.4g}   {found.peak_share:.0%} of the "
         f"{found.asked.job.math} peak",
@@ -122,7 +124,8 @@ def _verdict(found: Prediction) -> list[str]:
         lines.append(f"an exchange is as fast as the {link_of(found.asked)}")
     if found.published:
         lines += _published(found)
-    lines.append("the model's error on the nearest published rows (docs/predictor.md has all):")
+    rows = "published rows" if found.asked.cluster.kind == "gpu" else "rows measured here"
+    lines.append(f"the model's error on the nearest {rows} (docs/predictor.md has all):")
     lines += [
         f"  {row.error:+7.1%}  {row.what}: {row.predicted:.4g} for {row.published:.4g} {row.unit}"
         for row in found.nearest
@@ -169,6 +172,7 @@ def record(found: Prediction, *, command: str, choices: dict[str, str]) -> dict[
             "tflops_per_gpu": step.flops_per_gpu / 1e12,
             "mfu": found.peak_share,
             "exposed_share": step.exposed / step.seconds,
+            "exposed_reduction_share": step.reduction / step.seconds,
         },
         "layer_ms": {"forward": _parts(forward), "backward": _parts(backward)},
         "overlap": {

@@ -78,8 +78,8 @@ class Schedule:
         delay_wgrad: Weight gradients are work while the gradient of dispatch travels.
         enabled: False: the serial run.
         fused: Dispatch, experts and combine are one operation.
-        interleaved: A forward and a backward pass of two micro-batches run at once, so that all compute may hide all
-            transfers (Megatron-Core's `--overlap-moe-expert-parallel-comm`). Training has no such schedule.
+        interleaved: Share of the passes beside which one of another micro-batch runs, so that all compute may hide all
+            transfers (Megatron-Core's `--overlap-moe-expert-parallel-comm`); 0: none. Training has no such schedule.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Schedule:
     delay_wgrad: bool = False
     enabled: bool = True
     fused: bool = False
-    interleaved: bool = False
+    interleaved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ def _timed(
     compute = sum(event.seconds for event in listed)
     if not schedule.enabled or (schedule.name == "none" and not schedule.interleaved):
         return Pass(serial, serial, compute, sum(travel))
-    best = max(compute, sum(travel)) if schedule.interleaved else duration(best_order(listed), travel)
+    best = duration(best_order(listed), travel)
+    if schedule.interleaved:
+        best = serial - schedule.interleaved * (serial - max(compute, sum(travel)))
     # What is hidden takes its share of the cores from what hides it; a schedule never does worse than waiting.
     scheduled = min(serial, best + wire_on_compute * (serial - best))
     return Pass(scheduled, serial, compute, sum(travel))

@@ -51,6 +51,8 @@ class Step:
         tokens: Of the step, all ranks.
         gpus: All of them.
         flops_per_token: Model FLOPs, forward and backward.
+        exposed: Of dispatch and combine, what no compute hides.
+        reduction: Of summing gradients, and of gathering weights that are spread, the same.
     """
 
     layer: tuple[Seconds, Seconds]
@@ -64,6 +66,7 @@ class Step:
     gpus: int
     flops_per_token: int
     exposed: float
+    reduction: float
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -140,7 +143,10 @@ def unit_of(job: Job, cluster: Cluster, flops: ForwardFlops, block: int) -> Unit
     if shape.activation_checkpointing:
         attention, shared = _repeated(attention), _repeated(shared)
         before = _repeated(before[0]), _repeated(before[1])
-        moe = moe[0], replace(moe[1], experts=moe[1].experts + moe[0].experts)
+        again = layer_seconds(job.layer(cluster), cluster)[
+            0
+        ].experts  # of a fused path, too: its rows are gathered anyway
+        moe = moe[0], replace(moe[1], experts=moe[1].experts + again)
     own = (
         None if cluster.own_bandwidth is None else layer_seconds(job.layer(cluster), cluster.with_own_links())
     )
@@ -187,53 +193,84 @@ def unit_passes(job: Job, cluster: Cluster, block: int) -> tuple[Pass, Pass]:
     return passes(unit, chosen.schedule, wire_on_compute=cluster.wire_on_compute)
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch through all blocks, forward and backward, in seconds of all stages together.
+
+    Attributes:
+        units: Of all MoE blocks, those of multi-token prediction last.
+        typical: That of the last MoE block; the first ones often have a dense block in front.
+        dense: Of the dense blocks that no unit runs.
+        head: With the projections of multi-token prediction.
+    """
+
+    units: tuple[tuple[Pass, Pass], ...]
+    typical: tuple[Pass, Pass]
+    dense: float
+    head: float
+
+    def sum(self, name: str) -> float:
+        """Of a field or property of all passes of units."""
+        return sum(getattr(one, name) for both in self.units for one in both)
+
+    @property
+    def seconds(self) -> float:
+        """As scheduled."""
+        return self.sum("seconds") + self.dense + self.head
+
+    @property
+    def backward(self) -> float:
+        """Of the units' backward passes."""
+        return sum(backward.seconds for _, backward in self.units)
+
+
+def micro_batch(job: Job, cluster: Cluster) -> MicroBatch:
+    """What one micro-batch takes; see `step`."""
+    shape = job.shape
+    flops = forward_flops(shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+    units = [unit_passes(job, cluster, block) for block in shape.moe_blocks]
+    typical = units[-1]
+    # A multi-token prediction layer is one more MoE block, behind the last one and without a dense block in front.
+    alone = job.with_schedule(replace(job.schedule, tap="pos1"))
+    units += [unit_passes(alone, cluster, shape.num_layers - 1) for _ in range(shape.num_mtp_layers)]
+    taken = {*shape.moe_blocks, *(block - 1 for block in shape.moe_blocks if _takes_block_before(job, block))}
+    dense = [
+        attention_seconds(job, cluster, flops, block)
+        + feed_forward_seconds(job, cluster, shape.ffn_hidden_size)
+        for block in range(shape.num_layers)
+        if block not in taken
+    ]
+    if shape.activation_checkpointing:
+        dense = [_repeated(part) for part in dense]
+    head = head_seconds(job, cluster, flops) * (1 + shape.num_mtp_layers)
+    mtp = shape.num_mtp_layers * 3 * flops.mtp_projection * job.tokens / cluster.products(job.math)
+    return MicroBatch(tuple(units), typical, sum(part.total for part in dense), head.total + mtp)
+
+
 def step(job: Job, cluster: Cluster) -> Step:
     """Predict a training step.
 
     Raises:
         ValueError: Something about the machine that it takes is not known.
     """
-    shape = job.shape
-    flops = forward_flops(shape, top_k=job.routes.top_k, seq_length=job.seq_length)
-    blocks = [*shape.moe_blocks, *(shape.num_layers - 1 for _ in range(shape.num_mtp_layers))]
-    timed = {block: unit_passes(job, cluster, block) for block in blocks}
-    inside = {block - 1 for block in shape.moe_blocks if _takes_block_before(job, block)}
-    dense = [b for b in range(shape.num_layers) if b not in shape.moe_blocks and b not in inside]
-
-    units = [one for block in blocks for one in timed[block]]
-    dense_parts = [
-        attention_seconds(job, cluster, flops, block)
-        + feed_forward_seconds(job, cluster, shape.ffn_hidden_size)
-        for block in dense
-    ]
-    if shape.activation_checkpointing:
-        dense_parts = [_repeated(part) for part in dense_parts]
-    head = head_seconds(job, cluster, flops) * (1 + shape.num_mtp_layers)
-    mtp = shape.num_mtp_layers * 3 * flops.mtp_projection * job.tokens / cluster.products(job.math)
-
+    one = micro_batch(job, cluster)
     # Stages share the work evenly; a stage waits while the pipeline fills and drains.
-    stages, micro = job.pipeline_stages, job.micro_batches
-    per_micro = sum(part.total for part in dense_parts) + head.total + mtp
-    scheduled = sum(one.seconds for one in units) + per_micro
-    bubble = (stages - 1) / job.virtual_stages * scheduled / stages
-    communication = micro / stages * sum(one.communication for one in units)
-    compute = micro / stages * sum(one.compute for one in units)
-    hidden = micro / stages * sum(one.serial - one.seconds for one in units)
-    backward = sum(one.seconds for block in blocks for one in timed[block][1:]) / stages
-    reduction = max(0.0, _reduction(job, cluster) - backward)
-    optimizer = _optimizer(job, cluster)
+    stages = job.pipeline_stages
+    often = job.micro_batches / stages
+    backward = one.backward / stages
+    reduction = exposed_reduction(job, cluster, forward=one.seconds / stages - backward, backward=backward)
     parts = (
-        Part("MoE units, compute", compute),
-        Part("MoE units, dispatch and combine", communication),
-        Part("dense blocks", micro / stages * sum(part.total for part in dense_parts)),
-        Part("head and loss", micro / stages * (head.total + mtp)),
-        Part("pipeline bubble", bubble),
-        Part("gradient reduction, exposed", reduction),
-        Part("optimizer", optimizer),
+        Part("MoE units, compute", often * one.sum("compute")),
+        Part("MoE units, dispatch and combine", often * one.sum("communication")),
+        Part("dense blocks", often * one.dense),
+        Part("head and loss", often * one.head),
+        Part("pipeline bubble", (stages - 1) / job.virtual_stages * one.seconds / stages),
+        Part("gradients and spread weights, exposed", reduction),
+        Part("optimizer", _optimizer(job, cluster)),
     )
-    # The last block stands for the others: what lies in front of the first ones is often dense.
-    forward_pass, backward_pass = timed[shape.moe_blocks[-1]]
-    counted = account(shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+    hidden = often * (one.sum("serial") - one.sum("seconds"))
+    forward_pass, backward_pass = one.typical
+    top_k = job.gates * job.routes.top_k
     return Step(
         layer=routed_seconds(job, cluster),
         unit=forward_pass + backward_pass,
@@ -242,10 +279,11 @@ def step(job: Job, cluster: Cluster) -> Step:
         parts=parts,
         hidden=hidden,
         seconds=sum(part.seconds for part in parts) - hidden,
-        tokens=job.tokens * micro * job.data_parallel_size,
+        tokens=job.tokens * job.micro_batches * job.data_parallel_size,
         gpus=job.data_parallel_size * stages,
-        flops_per_token=counted.flops_per_token,
-        exposed=micro / stages * sum(one.exposed for one in units),
+        flops_per_token=account(job.shape, top_k=top_k, seq_length=job.seq_length).flops_per_token,
+        exposed=often * (one.sum("exposed") + _exposed_inside(job, cluster, len(one.units))),
+        reduction=reduction,
     )
 
 
@@ -263,12 +301,36 @@ def parameters(job: Job) -> tuple[float, float]:
     return (counted.params_total - experts) / stages, experts / job.expert_parallel_size / stages
 
 
-def _reduction(job: Job, cluster: Cluster) -> float:
-    """Sum of gradients over the ranks that hold the same weights."""
+def _exposed_inside(job: Job, cluster: Cluster, layers: int) -> float:
+    """Of a fused path: what its transfers take longer than its products, forward and backward of all layers."""
+    if not job.schedule.fused or cluster.kind == "cpu":
+        return 0.0
+    both = layer_seconds(job.layer(cluster), cluster)
+    return layers * sum(max(0.0, one.dispatch + one.combine - one.experts) for one in both)
+
+
+def exposed_reduction(job: Job, cluster: Cluster, *, forward: float, backward: float) -> float:
+    """Seconds of a step in which gradients are summed, or spread weights gathered, and nothing else is done.
+
+    Args:
+        forward, backward: Compute of one micro-batch, behind which it may hide.
+    """
+    # An emulated link slows exchanges only.
+    own = cluster if cluster.own_bandwidth is None else cluster.with_own_links()
+    weight, gradient, _ = job.state_bytes
+    if job.sharding != "all":
+        return max(0.0, _reduction(job, own, gradient) - backward)
+    # Gathering is half of an all-reduce, and so is scattering; both happen in every micro-batch.
+    gather, scatter = _reduction(job, own, weight) / 2, _reduction(job, own, gradient) / 2
+    late = max(0.0, gather - forward) + max(0.0, (job.gathers - 1) * gather + scatter - backward)
+    return job.micro_batches * late
+
+
+def _reduction(job: Job, cluster: Cluster, size: int) -> float:
+    """Sum of values of `size` bytes over the ranks that hold the same weights."""
     dense, experts = parameters(job)
     per_domain = ranks_of_domain(job.data_parallel_size, cluster.gpus_per_domain)
     copies_near = max(1, per_domain // job.expert_parallel_size)
-    size = job.state_bytes[1]
     return _all_reduce(size * dense, job.data_parallel_size, per_domain, cluster) + _all_reduce(
         size * experts, job.expert_data_parallel_size, copies_near, cluster
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Packing = Literal["per_route", "per_rank", "per_node", "to_all"]
@@ -50,28 +51,35 @@ class Routes:
 
 def destinations(routes: Routes, parts: int) -> float:
     """Expected number of `parts` equal shares of the experts that a token has an expert in: ranks, nodes, domains."""
-    return parts * _touched(routes, parts)
+    share = routes.num_experts / parts
+    return sum(1 - _missed(routes, part * share, (part + 1) * share) for part in range(parts))
 
 
-def _touched(routes: Routes, parts: int) -> float:
-    """Probability that a token chooses an expert of one given part."""
-    experts, per_group = routes.num_experts, routes.num_experts // routes.num_groups
-    reachable = per_group * routes.top_groups
-    share = experts / parts
-    groups_of_part = max(1, round(share / per_group))
-    inside = min(share, per_group)  # experts that the part has of each of its groups
-    missed = 0.0
-    for kept in range(min(groups_of_part, routes.top_groups) + 1):
-        chance = (
-            math.comb(groups_of_part, kept)
-            * math.comb(routes.num_groups - groups_of_part, routes.top_groups - kept)
-            / math.comb(routes.num_groups, routes.top_groups)
-        )
-        missed += chance * _misses(reachable, kept * inside, routes.top_k)
-    return 1 - missed
+@cache
+def _missed(routes: Routes, begin: float, end: float) -> float:
+    """Probability that a token chooses no expert from `begin` to `end`."""
+    size = routes.num_experts / routes.num_groups
+    # (groups of the part that a token keeps, experts that it then can reach there) -> number of ways to keep them
+    ways: dict[tuple[int, float], int] = {(0, 0.0): 1}
+    inside = 0
+    for group in range(routes.num_groups):
+        common = min(end, (group + 1) * size) - max(begin, group * size)
+        if common <= 0:
+            continue
+        inside += 1
+        for (kept, marked), number in list(ways.items()):
+            key = (kept + 1, marked + common)
+            ways[key] = ways.get(key, 0) + number
+    outside, chosen = routes.num_groups - inside, routes.top_groups
+    total, reachable = math.comb(routes.num_groups, chosen), size * chosen
+    return sum(
+        number * math.comb(outside, chosen - kept) / total * _misses(reachable, marked, routes.top_k)
+        for (kept, marked), number in ways.items()
+        if kept <= chosen
+    )
 
 
-def _misses(total: int, marked: float, draws: int) -> float:
+def _misses(total: float, marked: float, draws: int) -> float:
     """Probability that `draws` of `total` without replacement hit none of `marked`, which need not be whole."""
     chance = 1.0
     for drawn in range(draws):
