@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,10 @@ def test_parameters_of_a_rank_are_those_of_a_built_model(ep: int) -> None:
 
 
 def test_sharding_saves_what_it_spreads() -> None:
+    one = asked(*QWEN, "strategy=fully_shard")
+    needed = memory(one.job, one.cluster)
+    parts = {name: value for name, value in asdict(needed).items() if name != "available"}
+    assert needed.total == pytest.approx(sum(parts.values())) and min(parts.values()) > 0
     whole, spread, all_of_it = (
         memory(one.job, one.cluster)
         for one in (

@@ -114,10 +114,8 @@ def test_fused_layers_on_this_kind_of_cpu(tables: dict[str, list[Residual]]) -> 
 
 
 def test_measured_overlap(tables: dict[str, list[Residual]]) -> None:
-    errors = sorted(abs(row.error) for row in tables["cpu_overlap"])
-    # Two of the 24 are just outside of 0.1, with the least communication: docs/predictor.md says why.
-    assert len(errors) == 24 and mean(errors) <= 0.05
-    assert errors[-3] <= 0.1 and errors[-1] <= 0.11
+    assert len(tables["cpu_overlap"]) == 24
+    assert max(abs(row.error) for row in tables["cpu_overlap"]) <= 0.1
 
 
 def test_what_predictions_quote_is_what_comes_out(everything: Any) -> None:

@@ -41,7 +41,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.exchange + self.logits
+        state = self.weights + self.gradients + self.optimizer + self.gathered
+        return state + self.activations + self.exchange + self.logits
 
     @property
     def fits(self) -> bool:
