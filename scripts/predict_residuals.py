@@ -7,15 +7,18 @@ Afterwards `make readme` writes the tables into docs/predictor.md.
 """
 
 import argparse
+import copy
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from sidestream.launch import entry
 from sidestream.predict import measured, residuals
@@ -117,8 +120,17 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def compose(*overrides: str) -> DictConfig:
-    """The config of predict.py."""
-    return hydra_compose("predict", list(overrides))
+    """The config of predict.py. Options are composed once; keys are set as an override would."""
+    options = tuple(override for override in overrides if "." not in override.partition("=")[0])
+    cfg = copy.deepcopy(_of_options(options))
+    for override in OverridesParser.create().parse_overrides([o for o in overrides if o not in options]):
+        OmegaConf.update(cfg, override.key_or_group, override.value())
+    return cfg
+
+
+@cache
+def _of_options(options: tuple[str, ...]) -> DictConfig:
+    return hydra_compose("predict", list(options))
 
 
 def cluster(name: str) -> Cluster:

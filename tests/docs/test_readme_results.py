@@ -57,6 +57,11 @@ def test_the_fusion_tables_are_those_of_the_committed_measurements():
     assert render_readme.render_fusion(page) == page, "run `make readme`"
 
 
+def test_the_predictor_tables_are_those_of_the_committed_residuals():
+    page = text(render_readme.PREDICTOR)
+    assert render_readme.render_predictor(page) == page, "run `make readme`"
+
+
 def test_the_picture_shows_the_committed_run():
     assert render_readme.drawn_digest(render_readme.PICTURE) == render_readme.data_digest(), (
         "run `make readme`"

@@ -132,8 +132,13 @@ def start(cfg: DictConfig) -> None:
         resume.keep_previous(folder)
     write_text_atomic(folder / RESOLVED, OmegaConf.to_yaml(resolved))
     choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}
-    for name in ("experiment", "arm"):
-        if choices.get(name) == "none":
+    for name, nothing in (
+        ("experiment", "none"),
+        ("arm", "none"),
+        ("cluster", "none"),
+        ("predict", "default"),
+    ):
+        if choices.get(name) == nothing:  # says nothing of the run
             del choices[name]
     Launch(
         command=shlex.join(["python", os.path.relpath(sys.argv[0]), *_typed]),
