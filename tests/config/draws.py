@@ -156,7 +156,9 @@ def _lineage(group: str, option: str) -> Iterator[str]:
     for entry in _yaml(group, option).get("defaults", []):
         if isinstance(entry, str) and entry.startswith("/schema/"):
             yield "/" + entry.partition("@")[0].rpartition("/")[2]
-        elif isinstance(entry, str) and entry != "_self_":
+        elif (
+            isinstance(entry, str) and entry != "_self_" and "@" not in entry
+        ):  # with one: into another group
             yield from _lineage(group, entry)
 
 

@@ -56,6 +56,7 @@ def test_what_fits_passes(folder, command):
         ("data=text data.files=[no/*.txt]", "data.files=no/*.txt: no such file", "<existing files>]"),
         ("data=text data.files=[sub]", "data.files=sub: a folder", "set data.files=[sub/**/*]"),
         ("data=text data.files=[a.txt] data.val_files=[no]", "data.val_files=no: no such file", "]"),
+        ("data=text data.files=[a.txt] data.val_files=[a.txt]", "data.val_files=[a.txt]: every file", "=[]"),
         (
             "data=text data.files=[a.txt] data.vocab_size=300",
             "data.vocab_size=300: data.tokenizer=bytes has 256 tokens",

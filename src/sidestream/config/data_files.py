@@ -39,6 +39,11 @@ def check_data(cfg: DictConfig) -> None:
         expand_files(f"data.{name}", [path for path in data.get(name) or [] if not is_remote(path)])
     if "files" in data and not data.files:
         raise _refusal("data.files", [], "names no file", "paths or globs", "data.files=[my/**/*.txt]")
+    if "files" in data and set(data.files) <= set(data.val_files):
+        why = "every file to train on is named here, too, and what is validated on is not trained on"
+        raise _refusal(
+            "data.val_files", list(data.val_files), why, "other files than data.files", "data.val_files=[]"
+        )
     if data.get("streaming") and data.max_documents is None:
         why = "data.streaming=true reads rows from a stream that may have no end"
         raise _refusal("data.max_documents", None, why, "a number of rows", "data.max_documents=100000")
