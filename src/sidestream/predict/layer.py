@@ -125,8 +125,7 @@ class Layer:
             per_domain=self.per_domain,
             row=row,
         )
-        parts = (found.fast, found.slow, found.logical_fast, found.logical_slow)
-        return Legs(*(self._busier * part for part in parts))
+        return found.times(self._busier)
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ def _routes_seconds(layer: Layer, cluster: Cluster, size: int) -> float:
     share = size * layer.routes.top_k / row_bytes(layer.hidden, layer.combine_wire)
     if layer.mover.packing == "per_route":
         share /= layer.routes.top_k
-    small = Legs(*(share * part for part in (rows.fast, rows.slow, rows.logical_fast, rows.logical_slow)))
-    return wire_seconds(small, cluster, peers=layer.ranks)
+    return wire_seconds(rows.times(share), cluster, peers=layer.ranks)
 
 
 def expert_products(layer: Layer, cluster: Cluster) -> float:

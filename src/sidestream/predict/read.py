@@ -38,14 +38,12 @@ class Asked:
 
     Attributes:
         dispatcher: Name of the option.
-        overlap: Name of the schedule's option.
     """
 
     job: Job
     cluster: Cluster
     layout: Layout
     dispatcher: str
-    overlap: str
 
 
 def read(cfg: DictConfig, *, name: str) -> Asked:
@@ -99,9 +97,7 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
         state_bytes=_state_bytes(cfg),
         alignment=_alignment(cfg, math, cluster),
     )
-    return Asked(
-        job, throttled(cluster, cfg.link), layout, _option(cfg.dispatcher, "dispatch"), job.schedule.name
-    )
+    return Asked(job, throttled(cluster, cfg.link), layout, _option(cfg.dispatcher, "dispatch"))
 
 
 def cluster_of(node: DictConfig, *, name: str) -> Cluster:

@@ -219,7 +219,7 @@ def nearest(
     """The rows of a table that are most like what is predicted: by machine, dispatcher, model, precision, size."""
 
     def distance(row: Residual) -> float:
-        family: Callable[[str], str] = lambda name: name.partition("_")[0].rstrip("0")  # noqa: E731
+        family: Callable[[str], str] = lambda name: name.partition("_")[0].rstrip("0123456789")  # noqa: E731
         return (
             4 * (row.cluster != cluster)
             + 4 * (family(row.cluster) != family(cluster))

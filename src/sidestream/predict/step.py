@@ -44,7 +44,6 @@ class Step:
     Attributes:
         layer: One MoE layer's routed path, forward and backward, one part after another.
         unit: One MoE unit, forward and backward together, under the schedule.
-        unit_forward, unit_backward: Its passes.
         parts: Of the step, one after another as if serial; `hidden` is not among them.
         hidden: What the schedule hides.
         seconds: Of the step: the parts without what is hidden.
@@ -57,8 +56,6 @@ class Step:
 
     layer: tuple[Seconds, Seconds]
     unit: Pass
-    unit_forward: Pass
-    unit_backward: Pass
     parts: tuple[Part, ...]
     hidden: float
     seconds: float
@@ -274,8 +271,6 @@ def step(job: Job, cluster: Cluster) -> Step:
     return Step(
         layer=routed_seconds(job, cluster),
         unit=forward_pass + backward_pass,
-        unit_forward=forward_pass,
-        unit_backward=backward_pass,
         parts=parts,
         hidden=hidden,
         seconds=sum(part.seconds for part in parts) - hidden,

@@ -102,6 +102,12 @@ class Legs:
     logical_fast: float
     logical_slow: float
 
+    def times(self, factor: float) -> Legs:
+        """So many times as much of everything."""
+        return Legs(
+            factor * self.fast, factor * self.slow, factor * self.logical_fast, factor * self.logical_slow
+        )
+
 
 def rows_sent(packing: Packing, routes: Routes, *, tokens: int, ranks: int) -> float:
     """Rows that leave a rank's packing, those for itself included; as many arrive."""
