@@ -1,0 +1,155 @@
+"""Reading what somebody else may have written: run folders, checkpoints, sweeps, model folders.
+
+Such a folder is data. A file is opened only if it is a regular file, inside the folder it is said to be in, and of
+bounded size; nothing that is read is ever executed; text is shown only as `printable` returns it.
+"""
+
+import json
+import os
+import stat
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LIMIT = (
+    64 << 20
+)  # bytes; the largest text of an honest run, a metrics.jsonl of a million steps, is read by lines
+
+_NEVER_SHOWN = {
+    "Cc",
+    "Cf",
+    "Cs",
+    "Co",
+    "Zl",
+    "Zp",
+}  # controls, direction marks, half characters, private use, line ends
+_DEEPEST = 100
+
+
+class Unreadable(ValueError):
+    """A file that is not what it should be. The message is one printable line and names the file."""
+
+
+def read_bytes(path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LIMIT) -> bytes:
+    """Returns the content of a regular file.
+
+    Args:
+        path: the file.
+        inside: the folder it must lie in once every link is followed; None: anywhere.
+        limit: most bytes that are read.
+
+    Raises:
+        Unreadable: it is missing, no regular file (a pipe is not waited for), outside of `inside`, or too large.
+    """
+    path = Path(path)
+    try:
+        if inside is not None and not path.resolve().is_relative_to(inside.resolve()):
+            raise Unreadable(f"{printable(path)}: leads out of its folder")
+        # Without O_NONBLOCK a pipe would be waited for before it can be asked what it is.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise Unreadable(f"{printable(path)}: not a regular file")
+            content = file.read(limit + 1)
+    except FileNotFoundError:
+        raise Unreadable(f"{printable(path)}: missing") from None
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
+        if isinstance(error, Unreadable):
+            raise
+        raise Unreadable(
+            f"{printable(path)}: {printable(getattr(error, 'strerror', None) or error)}"
+        ) from None
+    if len(content) > limit:
+        raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LIMIT) -> str:
+    """Returns a UTF-8 text file, see `read_bytes`.
+
+    Raises:
+        Unreadable: as `read_bytes`, or it is not UTF-8.
+    """
+    try:
+        return read_bytes(path, inside=inside, limit=limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"{printable(path)}: not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(
+    path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LIMIT
+) -> dict[str, Any]:
+    """Returns a JSON file that holds an object, see `read_bytes`.
+
+    Raises:
+        Unreadable: as `read_text`, or it is no JSON object.
+    """
+    return _mapping(path, parse_json, read_text(path, inside=inside, limit=limit), "JSON")
+
+
+def read_yaml(
+    path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LIMIT
+) -> dict[str, Any]:
+    """Returns a YAML file that holds a mapping, see `read_bytes`. No tags, no aliases: a few lines could fill memory.
+
+    Raises:
+        Unreadable: as `read_text`, or it is no plain YAML mapping.
+    """
+    return _mapping(path, parse_yaml, read_text(path, inside=inside, limit=limit), "YAML")
+
+
+def parse_json(text: str) -> Any:
+    """Returns a JSON value.
+
+    Raises:
+        ValueError: no JSON, or nested so deeply that reading it would fail.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Returns a YAML value without tags and aliases.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("aliases are not read")
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if depth > _DEEPEST:
+                raise ValueError("nested too deeply")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def printable(text: object, *, limit: int = 300) -> str:
+    r"""Returns `text` as one line that a terminal shows and never obeys: control characters become `\x1b`, `\n`, ..."""
+    shown = "".join(c if unicodedata.category(c) not in _NEVER_SHOWN else _escaped(c) for c in str(text))
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _mapping(path: str | os.PathLike[str], parse: Any, text: str, kind: str) -> dict[str, Any]:
+    try:
+        content = parse(text)
+    except ValueError as error:
+        raise Unreadable(f"{printable(path)}: no {kind} ({printable(error, limit=120)})") from None
+    if not isinstance(content, dict):
+        raise Unreadable(f"{printable(path)}: expected an object, found {type(content).__name__}")
+    return content
