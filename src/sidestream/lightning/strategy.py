@@ -34,6 +34,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
+from sidestream.launch import phase
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
@@ -103,6 +104,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # Not the parent's: it builds a mesh of its own and insists on data x tensor parallel = world.
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
+        phase.enter(phase.MEETING)
         self._owns_world = join_world(
             self.env, self.root_device, timeout=self.group_timeout, store=self._given_store
         )
