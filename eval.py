@@ -10,6 +10,7 @@ from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.launch.record import Launch
 from sidestream.launch.scratch import scratch
+from sidestream.tracking.integrity import check_given, newest_whole
 
 DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
 
@@ -23,10 +24,10 @@ def main(argv: list[str]) -> None:
         options[key] = value
     run = Path(options["run"]).expanduser().absolute()
     resolved = run / ".hydra" / "resolved.yaml"
-    checkpoint = _checkpoint(run, options["checkpoint"])
-    if not options["run"] or not resolved.exists() or checkpoint is None:
+    if not options["run"] or not resolved.exists():
         why = "no run with a checkpoint there"
         raise ConfigError("run", options["run"], why, expected="the folder of a run", fix="run=<folder>")
+    checkpoint = _checkpoint(run, options["checkpoint"])
     if not options["num_tokens"].isdigit():
         raise ConfigError(
             "num_tokens", options["num_tokens"], "no count", expected="an integer", fix="num_tokens=200"
@@ -55,12 +56,15 @@ def report(cfg: DictConfig, *, checkpoint: Path) -> None:
     print(f"sample     {result['prompt']}{result['sample']}")
 
 
-def _checkpoint(run: Path, given: str) -> Path | None:
+def _checkpoint(run: Path, given: str) -> Path:
     if given:
         found = Path(given).expanduser().absolute()
-        return found if found.is_dir() else None
-    # Numbers are padded with zeros. A checkpoint that is being written has another name.
-    return max((run / "checkpoints").glob("step-*/"), default=None)
+        lines = check_given(found, key="checkpoint")
+    else:
+        choice = newest_whole(run, key="run")
+        found, lines = choice.folder, choice.lines
+    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr, flush=True)
+    return found
 
 
 if __name__ == "__main__":
