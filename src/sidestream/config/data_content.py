@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import mmap
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from sidestream.config.errors import ConfigError
+from sidestream.tracking.untrusted import printable
 
 TOLERATED = 1e-3  # share of characters that may be no UTF-8 where a tokenizer has to replace them
 PEEK = 2**16
@@ -136,15 +138,19 @@ def never_occurs(separator: str, files: Sequence[Path], *, encoding: str) -> Con
     spellings = (unix, unix.replace("\n", "\r\n"), unix.strip(), separator.lower(), separator.upper())
     near = [spelling for spelling in dict.fromkeys(spellings) if spelling not in ("", separator)]
     found = next((spelling for spelling in near if _occurs(spelling, files, encoding)), None)
-    # A shell's $'...' is the one way to type a line end: Hydra takes backslashes as they are.
-    typed = "null" if found is None else f'"{_escaped(found)}"'
-    fix = f"data.separator={typed}" if typed.isprintable() and "\\" not in typed else ""
+    # Hydra takes backslashes as they are: the one way to type a line end is the shell's $'...'.
+    typed = "null" if found is None else '"' + found.replace('"', '\\"') + '"'
+    override = f"data.separator={typed}"
+    if not override.isprintable():
+        override = "$'" + override.encode("unicode_escape").decode("ascii").replace("'", "\\'") + "'"
+    elif found is not None:
+        override = shlex.quote(override)
     return ConfigError(
         "data.separator",
-        _escaped(separator),
+        printable(separator),
         f"in none of {len(files)} files, so each would be one document",
-        expected="text that ends a document" + (f"; {_escaped(found)} is in them" if found else ""),
-        fix=fix or f"set $'data.separator={typed}'",
+        expected="text that ends a document" + (f"; {printable(found)} is in them" if found else ""),
+        fix=override,
     )
 
 
@@ -217,7 +223,3 @@ def _occurs(separator: str, files: Sequence[Path], encoding: str) -> bool:
                 if content.find(wanted) >= 0:
                     return True
     return False
-
-
-def _escaped(text: str) -> str:
-    return text.encode("unicode_escape").decode("ascii")

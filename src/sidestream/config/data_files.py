@@ -201,7 +201,7 @@ def _check_tokenizer(data: DictConfig) -> int | None:
             why, fix = "data.tokenizer=bytes has 256 tokens", "data.tokenizer=bpe"
             raise _refusal("data.vocab_size", size, why, "auto, or a trained tokenizer", fix)
         return 256
-    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 257):
+    if size != "auto" and (not isinstance(size, int) or size < 257):
         why = "data.tokenizer=bpe begins with 256 bytes and the end of a document"
         raise _refusal("data.vocab_size", size, why, "auto or at least 257", "data.vocab_size=auto")
     if size != "auto" and size > LARGEST_VOCABULARY:
