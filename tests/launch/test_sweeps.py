@@ -65,7 +65,9 @@ result = {"status": "finished", "metrics": metrics, "seed": int(given["seed"]), 
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Returns a function that runs a sweep of the script with train.py's configs and tells how it ended."""
     (tmp_path / "fails").write_text("")
-    (tmp_path / "job.py").write_text(JOB.replace("LAYOUT", repr(vars(LAYOUT))).replace("METADATA", EMPTY.hex()))
+    (tmp_path / "job.py").write_text(
+        JOB.replace("LAYOUT", repr(vars(LAYOUT))).replace("METADATA", EMPTY.hex())
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(arguments, "script", lambda: str(tmp_path / "job.py"))
     monkeypatch.setattr(sweeps, "again", None)

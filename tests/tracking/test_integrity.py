@@ -36,7 +36,11 @@ def link(path: Path) -> None:
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "flipped bits": ("__0_0.distcp", flip, "__0_0.distcp: its content has changed"),
     "flipped bits in meta.pt": ("meta.pt", flip, "meta.pt: its content has changed"),
-    "truncated": ("__0_0.distcp", lambda path: path.write_bytes(b"wei"), "__0_0.distcp: 3 bytes instead of 7"),
+    "truncated": (
+        "__0_0.distcp",
+        lambda path: path.write_bytes(b"wei"),
+        "__0_0.distcp: 3 bytes instead of 7",
+    ),
     "empty": ("__0_0.distcp", lambda path: path.write_bytes(b""), "__0_0.distcp: 0 bytes instead of 7"),
     "without metadata": (".metadata", Path.unlink, ".metadata: missing"),
     "without meta.pt": ("meta.pt", Path.unlink, "meta.pt: missing"),
@@ -47,8 +51,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a link": ("__0_0.distcp", link, "__0_0.distcp: a link"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json: missing"),
     "half a manifest": ("manifest.json", lambda path: path.write_text('{"sch'), "manifest.json: no JSON"),
-    "another manifest": ("manifest.json", lambda path: path.write_text('{"schema": 9}'), "manifest.json: schema 9 is unknown"),
-    "nonsense": ("manifest.json", lambda path: path.write_text('{"schema": 1, "files": [1]}'), "manifest.json: no list of files"),
+    "another manifest": (
+        "manifest.json",
+        lambda path: path.write_text('{"schema": 9}'),
+        "manifest.json: schema 9 is unknown",
+    ),
+    "nonsense": (
+        "manifest.json",
+        lambda path: path.write_text('{"schema": 1, "files": [1]}'),
+        "manifest.json: no list of files",
+    ),
 }
 
 
