@@ -108,8 +108,8 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
             "run", run, "no checkpoint in it", expected="a run folder", fix="run=<such a folder>"
         )
     cfg: Any = OmegaConf.load(run / ".hydra" / "resolved.yaml")
-    if build.make(cfg.overlap).changes_model:
-        why = f"trained with overlap={getattr(build.make(cfg.overlap), 'name', '?')}, whose model transformers has not"
+    if build.make(cfg, "overlap").changes_model:
+        why = f"trained with overlap={getattr(build.make(cfg, "overlap"), 'name', '?')}, whose model transformers has not"
         raise ConfigError(
             "run", run, why, expected="a run whose schedule computes the plain model", fix="another run"
         )

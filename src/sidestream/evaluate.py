@@ -42,7 +42,7 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
     owns_world = join_world(env, device, timeout=timeout)
     try:
-        source: DataSource = build.make(cfg.data)
+        source: DataSource = build.make(cfg, "data")
         text = source.example_prompt if cfg.sample.prompt is None else cfg.sample.prompt
         corpus = source.load()
         check_corpus(corpus, checkpoint)
