@@ -246,9 +246,7 @@ def _walk(key: str, target: str, trusted: list[str]) -> Any:
             if n == 0:
                 found = importlib.import_module(name)
             elif inspect.ismodule(found):
-                if not hasattr(found, name):
-                    importlib.import_module(path)
-                found = getattr(found, name)
+                found = getattr(found, name) if hasattr(found, name) else importlib.import_module(path)
             else:
                 found = inspect.getattr_static(found, name) if isinstance(found, type) else None
             if inspect.ismodule(found) and found.__name__ != path and not _belongs(found.__name__, trusted):

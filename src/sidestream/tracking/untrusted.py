@@ -160,6 +160,11 @@ def printable(text: object, *, limit: int = 300) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
+def printable_text(text: str) -> str:
+    """Returns text of several lines as `printable` does; line ends and tabs stay."""
+    return "".join(c if c in "\n\t" else printable(c) for c in text)
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
