@@ -201,7 +201,7 @@ def test_what_is_nested_in_arguments_is_checked(inner: Any) -> None:
 def test_an_interpolated_target_is_checked() -> None:
     cfg = config("router", "${name}")
     cfg.name = "os.system"
-    with pytest.raises(ConfigError, match="os.system: this class is not"):
+    with pytest.raises(ConfigError, match=r"os\.system: this class is not"):
         trust.check_targets(cfg)
 
 
