@@ -53,7 +53,7 @@ def evaluate(
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
     owns_world = join_world(env, device, timeout=timeout)
     try:
-        source: DataSource = build.make(cfg.data)
+        source: DataSource = build.make(cfg, "data")
         text = source.example_prompt if prompt is None else prompt
         corpus = source.load()
         _read(lambda: check_corpus(corpus, checkpoint), checkpoint)

@@ -73,7 +73,7 @@ def test_the_newest_whole_one_is_taken_and_the_damage_is_named(run: Path, damage
     assert choice.passed == [run / "checkpoints" / "step-00000008"]
     assert choice.lines[0].startswith(f"resume: checkpoints/step-00000008: {why}")
     assert choice.lines[1] == "resume: step-00000004 is the newest whole checkpoint and is taken"
-    with pytest.raises(ConfigError, match="step-00000008: .*resume.strict"):
+    with pytest.raises(ConfigError, match=r"step-00000008: .*resume.strict"):
         newest_whole(run, key="resume", strict=True)
 
 
@@ -91,7 +91,7 @@ def test_of_two_damaged_ones_both_are_named(run: Path):
 def test_without_a_whole_one_each_is_named(run: Path):
     for step in (2, 4, 8):
         flip(run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp")
-    with pytest.raises(ConfigError, match="step-00000008: .*; step-00000004: .*; step-00000002: "):
+    with pytest.raises(ConfigError, match=r"step-00000008: .*; step-00000004: .*; step-00000002: "):
         newest_whole(run, key="run")
 
 
@@ -129,7 +129,7 @@ def test_one_of_an_earlier_version_is_taken_with_a_word(tmp_path: Path):
         "resume: step-00000004 has no manifest.json (an earlier version wrote it): its content is not checked"
     ]
     (old / "meta.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match="step-00000004: meta.pt: empty"):
+    with pytest.raises(ConfigError, match=r"step-00000004: meta.pt: empty"):
         newest_whole(tmp_path, key="resume")
 
 
