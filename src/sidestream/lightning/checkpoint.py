@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from sidestream.lightning.finite import check_finite
 from sidestream.tracking.integrity import FOLDER, checkpoints, step_of
 
 __all__ = ["FOLDER", "SaveCheckpoints", "checkpoints", "step_of"]
@@ -28,9 +29,11 @@ class SaveCheckpoints(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         step = trainer.global_step
         if step % self.every_n_steps == 0 or step == trainer.max_steps or pl_module.stopping:
+            check_finite(trainer, pl_module, run_folder=self.run_folder)
             trainer.save_checkpoint(self.run_folder / FOLDER / f"step-{step:08d}")
             if trainer.is_global_zero:
-                for old in checkpoints(self.run_folder)[: -self.keep_last]:
+                earlier = [one for one in checkpoints(self.run_folder) if step_of(one) <= step]
+                for old in earlier[: -self.keep_last]:
                     # Out of sight first: a kill while deleting must not leave a checkpoint with holes.
                     doomed = old.with_name(f".{old.name}.old")
                     shutil.rmtree(doomed, ignore_errors=True)  # of an earlier kill

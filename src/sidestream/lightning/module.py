@@ -92,6 +92,7 @@ class SidestreamModule(LightningModule):
         self._train_loader = train_loader
         self.stopping = False
         self._restored: dict[str, Any] | None = None
+        self._began = False
         self._val: Tensor | None = None
 
     @property
@@ -133,7 +134,21 @@ class SidestreamModule(LightningModule):
         )
         self._set_rate()
         self._seed_rank()
-        self.recorder.begin(step=self.global_step)
+        self.recorder.begin(step=self.global_step, share=self.parallel_strategy.broadcast)
+        self._began = True
+        self._validate_if_owed()
+
+    def finish(self) -> None:
+        """Do what is left of a run whose checkpoint has all steps; nothing if it was trained just now."""
+        if not self._began:
+            self.on_train_start()
+            self.on_train_end()
+
+    def _validate_if_owed(self) -> None:
+        """Validate at the step of a checkpoint, if the run ended between writing it and validating."""
+        due = self._restored is not None and self.global_step % self.trainer.val_check_interval == 0
+        if due and self.recorder.last_validation != self.global_step:
+            self._validate()
 
     def _set_rate(self) -> None:
         """A checkpoint has the rate of its own schedule, which may have been of another length."""
@@ -201,8 +216,12 @@ class SidestreamModule(LightningModule):
         """Compare the replicas once more; validate if the last step was not a validation step."""
         if self.parallel_strategy.reduction.holds_replicas:
             check_replicas(self.model, self.parallel_strategy.parallel)
+        if not self.stopping and self.recorder.last_validation != self.global_step:
+            self._validate()
+
+    def _validate(self) -> None:
         loader = self.trainer.val_dataloaders
-        if self.stopping or loader is None or self.recorder.last_validation == self.global_step:
+        if loader is None:
             return
         self.eval()
         with torch.no_grad():
