@@ -19,6 +19,7 @@ from typing_extensions import override
 from sidestream.convert.initial import load_after_sharding
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
+from sidestream.lightning.options import ConfiguredOptions
 from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.initialize import seed_of
@@ -113,6 +114,7 @@ class SidestreamModule(LightningModule):
         optimizer = self._build_optimizer(self.model)
         # A plain function: LambdaLR would save the attributes of an object, and a resumed run its old max_steps.
         scheduler = LambdaLR(optimizer, lambda step: self._factor(step))
+        self._options = ConfiguredOptions(scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override
@@ -126,19 +128,10 @@ class SidestreamModule(LightningModule):
             data_checksum=recipe.data_checksum,
             overflow=None if self._restored is None else self._restored.get("overflow"),
         )
-        self._set_rate()
+        # What a checkpoint brought of the earlier config gives way to this one.
+        self._options.restore(self._factor(self.global_step))
         self._seed_rank()
         self.recorder.begin(step=self.global_step)
-
-    def _set_rate(self) -> None:
-        """A checkpoint has the rate of its own schedule, which may have been of another length."""
-        scheduler: Any = self.lr_schedulers()
-        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs):
-            rate = base * self._factor(self.global_step)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""

@@ -27,6 +27,7 @@ from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
 from sidestream.launch.worker import RankEnv
+from sidestream.lightning.options import plain_rates
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
 from sidestream.parallel.mesh import Parallel, build_parallel
@@ -219,6 +220,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             plain(optimizer, closure, model, **kwargs)
 
         self.graph.update(update)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # A rate in memory would be a tensor of the checkpoint, which a run without one could not load.
+        return plain_rates(super().optimizer_state(optimizer))
 
     @override
     def save_checkpoint(
