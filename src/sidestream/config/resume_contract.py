@@ -33,7 +33,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Exception_:  # noqa: N801 - the builtin has the name
+class Case:
     """Another rule under a condition on the values before and after.
 
     Attributes:
@@ -101,8 +101,8 @@ _FREE_STANDING: tuple[tuple[Kind, str, str], ...] = (
     ("changes", _SCHEDULE, "scheduler.decay_fraction"),
     ("refused", _TEXT, "data._target_ data.val_fraction data.packing data.seq_length data.global_batch_size"),
     ("refused", _TEXT, "data.shuffle data.tokenizer data.vocab_size data.files data.val_files"),
-    ("refused", _TEXT, "data.separator data.dataset data.config_name data.revision data.data_files data.split"),
-    ("refused", _TEXT, "data.val_split data.text_column data.streaming data.max_documents"),
+    ("refused", _TEXT, "data.separator data.encoding data.config_name data.revision data.data_files data.split"),
+    ("refused", _TEXT, "data.dataset data.val_split data.text_column data.streaming data.max_documents"),
     ("refused", _TEXT, "data.train_file data.val_file data.dtype data.eos_token"),
     ("changes", "how many sequences at once: " + _ROUNDING, "data.micro_batch_size"),
     ("free", _ADDRESSES, "data.cache_dir paths.cache_dir"),
@@ -154,10 +154,10 @@ def _either(key: str, *values: Any) -> Callable[[Flat, Flat], bool]:
     return lambda old, new: old.get(key) in values or new.get(key) in values
 
 
-def _drops(group: str) -> Exception_:
+def _drops(group: str) -> Case:
     rule = Rule("changes", "which rows are dropped")
     when = f"with `{group}.on_overflow=drop`"
-    return Exception_(when, _either(f"{group}.on_overflow", "drop"), rule)
+    return Case(when, _either(f"{group}.on_overflow", "drop"), rule)
 
 
 def _of_a_shortcut(old: Flat, new: Flat) -> bool:
@@ -168,36 +168,36 @@ def _of_plain_order(old: Flat, new: Flat) -> bool:
     return all(str(flat.get("overlap._target_")).endswith(_SAME_BITS) for flat in (old, new))
 
 
-EXCEPTIONS: dict[str, tuple[Exception_, ...]] = {
+CASES: dict[str, tuple[Case, ...]] = {
     "dispatcher.capacity_factor": (_drops("dispatcher"),),
     "fusion.capacity_factor": (_drops("fusion"),),
     "graph.lint": (
-        Exception_(
+        Case(
             "to true",
             lambda old, new: bool(new.get("graph.lint")),
             Rule("refused", "it ends a run after a few steps, which are no training"),
         ),
     ),
     "initial_weights": (
-        Exception_(
+        Case(
             "from null",
             lambda old, new: old.get("initial_weights") is None,
             Rule("refused", "the checkpoint has the weights that the run goes on with"),
         ),
     ),
     "optimizer.momentum": (
-        Exception_(
+        Case(
             "from 0",
             lambda old, new: not old.get("optimizer.momentum"),
             Rule("refused", "the checkpoint has no momentum to go on with"),
         ),
     ),
     "overlap._target_": (
-        Exception_("to or from `shortcut`", _of_a_shortcut, Rule("refused", _FUNCTION)),
-        Exception_("between `none` and `shared_expert`", _of_plain_order, Rule("free", _TIME)),
+        Case("to or from `shortcut`", _of_a_shortcut, Rule("refused", _FUNCTION)),
+        Case("between `none` and `shared_expert`", _of_plain_order, Rule("free", _TIME)),
     ),
     "trainer.precision": (
-        Exception_(
+        Case(
             "to or from bf16-true",
             _either("trainer.precision", "bf16-true"),
             Rule("refused", "the weights are kept in another precision"),
@@ -213,12 +213,12 @@ def rule_of(key: str, old: Flat, new: Flat) -> Rule:
         key: Dotted.
         old, new: The flat configs before and after.
     """
-    for exception in EXCEPTIONS.get(key, ()):
-        if exception.holds(old, new):
-            return exception.rule
+    for case in CASES.get(key, ()):
+        if case.holds(old, new):
+            return case.rule
     return (
         RULES.get(key) or OWN_KEYS.get(key.partition(".")[0]) or Rule("refused", "nobody knows what it does")
     )
 
 
-__all__ = ["EXCEPTIONS", "KINDS", "OWN_KEYS", "RULES", "Exception_", "Flat", "Kind", "Rule", "rule_of"]
+__all__ = ["CASES", "KINDS", "OWN_KEYS", "RULES", "Case", "Flat", "Kind", "Rule", "rule_of"]
