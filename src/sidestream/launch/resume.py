@@ -1,5 +1,7 @@
 """`resume=<folder>`: goes on with a run in its own folder, from the overrides it was started with."""
 
+import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,18 @@ from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.resume_contract import Flat, rule_of
 from sidestream.launch import arguments
 from sidestream.launch.record import RESOLVED, Launch
-from sidestream.tracking.untrusted import Unreadable, printable, read_yaml
+from sidestream.tracking import lock
+from sidestream.tracking.integrity import FOLDER, LEFTOVER, Choice, checkpoints, newest_whole, step_of
+from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_yaml
+
+STRICT = "resume.strict"  # of the command line only: `resume` is the folder itself
 
 _NOT_SAID = ("resume", "debug")  # of this command, not of the run
 _ABSENT = object()
+
+
+strict = False  # set by `without_strict`
+chosen: Choice | None = None  # set by `choose`, for the ranks
 
 
 def rewrite(argv: list[str]) -> list[str]:
@@ -55,14 +65,73 @@ def _launch(folder: Path, value: str) -> Launch:
     except FileNotFoundError as error:
         why = "no run was started in this folder" if folder.is_dir() else "there is no such folder"
         raise ConfigError("resume", value, why, expected=expected, fix="resume=<run folder>") from error
-    if not any((folder / "checkpoints").glob("step-*/")):
+    if not any((folder / FOLDER).glob("step-*")):
         why = "the run has no checkpoint yet"
         raise ConfigError("resume", value, why, expected=expected, fix="run it again from the start")
     return launch
 
 
-def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout) -> list[str]:
+def without_strict(argv: list[str]) -> list[str]:
+    """Takes `resume.strict=` out of a command line and keeps its value.
+
+    Raises:
+        ConfigError: it is neither true nor false, or nothing is resumed.
+    """
+    global strict
+    given = [part for part in argv if arguments.key_of(part) == STRICT]
+    value = arguments.value_of(given[-1]).lower() if given else "false"
+    if value not in ("true", "false"):
+        why = "neither true nor false"
+        raise ConfigError(STRICT, value, why, expected="true or false", fix=f"{STRICT}=true")
+    resumes = any(arguments.key_of(part) in ("resume", "resume_sweep") for part in argv)
+    if given and not resumes:
+        why = "nothing is resumed"
+        raise ConfigError(
+            STRICT, value, why, expected="resume=<run folder> beside it", fix=f"remove {STRICT}"
+        )
+    strict = value == "true"
+    return [part for part in argv if part not in given]
+
+
+def choose(folder: Path) -> Choice:
+    """Takes a run folder for this process, and finds the checkpoint to go on from.
+
+    Raises:
+        ConfigError: Another process has the folder; no checkpoint is whole; one is damaged and `resume.strict=true`.
+    """
+    global chosen
+    lock.hold(folder, key="resume")
+    chosen = newest_whole(folder, key="resume", strict=strict)
+    return chosen
+
+
+def clear_up(folder: Path, passed: list[Path]) -> None:
+    """Removes what killed saves left, and moves damaged checkpoints out of the way of those that will be written.
+
+    Args:
+        passed: See `Choice.passed`.
+    """
+    for path in (folder / FOLDER).glob(".step-*"):
+        if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+    for path in passed:
+        names = (path.with_name(f".{path.name}.damaged-{n}") for n in itertools.count())
+        path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run has ended by itself: trained, validated, its result written."""
+    try:
+        return read_json(folder / "result.json", inside=folder).get("status") == "finished"
+    except Unreadable:
+        return False
+
+
+def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: int | None = None) -> list[str]:
     """Compares a resolved config with the one the run had.
+
+    Args:
+        done: Steps in the checkpoint that is taken; None: in the newest one.
 
     Returns:
         One line per changed key, and per consequence the user should know.
@@ -82,9 +151,11 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout) -> list[
             "resume: the learning rate depends on trainer.max_steps, so this is no longer bit-identical to a run "
             f"started with trainer.max_steps={now['trainer.max_steps']}"
         )
-    saved = (folder / "checkpoints").glob("step-*/")
-    done = max((int(path.name.removeprefix("step-")) for path in saved), default=0)
-    if done >= now["trainer.max_steps"]:
+    if done is None:
+        done = max((step_of(path) for path in checkpoints(folder)), default=0)
+    if done == now["trainer.max_steps"] and not is_finished(folder):
+        lines.append(f"resume: all {done} steps are trained; what is missing behind the last one is done now")
+    elif done >= now["trainer.max_steps"]:
         why = f"the run has {done} steps already"
         expected, fix = f"more than {done}", f"trainer.max_steps={2 * done}"
         raise ConfigError("trainer.max_steps", now["trainer.max_steps"], why, expected=expected, fix=fix)
