@@ -9,7 +9,7 @@ from typing import Any
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError, as_typed
-from sidestream.config.resume_contract import Flat, rule_of
+from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
 from sidestream.launch import arguments
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking import lock
@@ -183,6 +183,8 @@ def _change(key: str, old: Flat, now: Flat) -> str | None:
     """
     rule = rule_of(key, old, now)
     before, after = (printable(as_typed(flat[key])) if key in flat else "absent" for flat in (old, now))
+    if key not in old and key in RULES:
+        rule = Rule("changes", "", said="the run is from a version without this key")
     if rule.kind == "refused":
         why = f"was {before} when the run started, and does not change in a resume: {rule.why}"
         fix = f"{key}={before}" if key in old else f"remove {key}"
