@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from sidestream.tracking.expert_load import FILE, write_picture
+from sidestream.tracking.untrusted import Unreadable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     if (folder / FILE).exists():
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-        picture = write_picture(folder, out)
+        try:
+            picture = write_picture(folder, out)
+        except Unreadable as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     if picture is None:
         print(
             f"error: folder={folder}: no expert load in it; expected a run with MoE layers", file=sys.stderr

@@ -19,7 +19,10 @@ COLORS = ("#0072B2", "#8C510A", "#CCBB44", "#332288", "#56B4E9", "#F4A582", "#69
 ON_DARK = ("#118AB2", "#E5B73B", "#EF476F", "#A3E4B7", "#E0A0FF", "#B24D2A", "#D9F0A3")  # the page at night
 NEUTRAL_ON_DARK = "#9AA3AF"
 # Beside the colour: lines by their dashes and marks, areas by their hatches.
-DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (8, 3)), (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)))  # fmt: skip
+DASHES: tuple[Any, ...] = (
+    *("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2))),
+    *((0, (8, 3)), (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1))),
+)
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sidestream.tracking.drawing import new_figure
 from sidestream.tracking.folder import RunFolder, is_count, write_bytes_atomic
 
 if TYPE_CHECKING:
@@ -37,11 +38,8 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     Args:
         records: of expert_load.jsonl, at least one, with at least one layer.
     """
-    # No pyplot: it keeps figures alive and asks for a display.
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
 
     counts = np.array(
         [record["counts"] for record in records], dtype=np.float64
@@ -50,10 +48,7 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     load = counts / np.maximum(counts.mean(axis=2, keepdims=True), np.finfo(np.float64).tiny)
     steps, load = _with_gaps(records, load)
 
-    figure = Figure(
-        figsize=(9.0, min(1.2 + 0.13 * layers * (min(experts, 16) + 1), 12.0)), layout="constrained", dpi=110
-    )
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.0, min(1.2 + 0.13 * layers * (min(experts, 16) + 1), 12.0), dpi=110)
     axes = figure.subplots()
     # One image for all layers: an axes for each takes seconds in a model with many. A strip parts one from the next.
     strip = np.full((len(load), layers, 1), np.nan)
@@ -84,7 +79,9 @@ def whole(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     kept: list[dict[str, Any]] = []
     for record in records:
-        counts, step, steps = (record.get(name) for name in ("counts", "step", "steps"))
+        counts: Any = record.get("counts")
+        step: Any = record.get("step")
+        steps: Any = record.get("steps")
         if not (is_count(step) and is_count(steps) and 0 < steps <= step and _shape(counts)):
             continue
         if not kept or (_shape(counts) == _shape(kept[0]["counts"]) and step - steps >= kept[-1]["step"]):

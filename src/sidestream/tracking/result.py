@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from sidestream.tracking.data_record import DataRecord
 from sidestream.tracking.folder import is_figure, to_plain
 from sidestream.tracking.untrusted import printable
 
@@ -94,6 +95,7 @@ class RunResult:
     Attributes:
         command: what the user typed.
         choices: Hydra group -> option.
+        data: what became of the data source.
         transport: what moved the rows: `torch`, the name of a library, or null for one rank.
         flops_per_token: forward and backward, without recomputation.
         changes_model: the schedule or `router.force_balance` computes another function than the plain model.
@@ -117,6 +119,7 @@ class RunResult:
     params_active: int | None = None
     flops_per_token: float | None = None
     changes_model: bool | None = None
+    data: DataRecord = field(default_factory=DataRecord)
     metrics: Metrics = field(default_factory=Metrics)
     overflow: Overflow = field(default_factory=Overflow)
     overlap: Overlap = field(default_factory=Overlap)
