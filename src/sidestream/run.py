@@ -307,6 +307,7 @@ def _start_result(
         seed=cfg.seed,
         precision=cfg.trainer.precision,
         data_checksum=corpus.checksum,
+        eos_token=corpus.eos_token,
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,

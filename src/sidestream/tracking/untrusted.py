@@ -9,7 +9,7 @@ import os
 import stat
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -43,28 +43,36 @@ def read_bytes(path: str | os.PathLike[str], *, inside: Path | None = None, limi
     Raises:
         Unreadable: it is missing, no regular file (a pipe is not waited for), outside of `inside`, or too large.
     """
+    with open_regular(path, inside=inside) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
+    return content
+
+
+def open_regular(path: str | os.PathLike[str], *, inside: Path | None = None) -> BinaryIO:
+    """Opens a regular file for reading in pieces, see `read_bytes`.
+
+    Raises:
+        Unreadable: as `read_bytes`, but for the size.
+    """
     path = Path(path)
     try:
         if inside is not None and not path.resolve().is_relative_to(inside.resolve()):
             raise Unreadable(f"{printable(path)}: leads out of its folder")
         # Without O_NONBLOCK a pipe would be waited for before it can be asked what it is.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise Unreadable(f"{printable(path)}: not a regular file")
-            content = file.read(limit + 1)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise Unreadable(f"{printable(path)}: not a regular file")
+        return open(descriptor, "rb")
     except FileNotFoundError:
         raise Unreadable(f"{printable(path)}: missing") from None
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
         if isinstance(error, Unreadable):
             raise
-        raise Unreadable(
-            f"{printable(path)}: {printable(getattr(error, 'strerror', None) or error)}"
-        ) from None
-    if len(content) > limit:
-        raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
-    return content
+        why = printable(getattr(error, "strerror", None) or error)
+        raise Unreadable(f"{printable(path)}: {why}") from None
 
 
 def read_text(path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LIMIT) -> str:
