@@ -3,6 +3,7 @@
     python scripts/convert_hf.py describe <hf folder>                 the overrides that make train.py build this model
     python scripts/convert_hf.py import <hf folder> <new folder>      a Sidestream checkpoint and a model YAML
     python scripts/convert_hf.py export <run folder> <new folder>     a folder for transformers' from_pretrained
+                                        of a run with classes of yours: 'trusted_targets=[my_package]' beside
     python scripts/convert_hf.py fields                               which fields of config.json are understood
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
@@ -13,20 +14,23 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from sidestream.config import trust
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.convert.families import model_options
 from sidestream.convert.fields import FIELDS, markdown, markdown_common
 from sidestream.convert.folder import ModelFolder
-from sidestream.convert.function import read_sections
 from sidestream.convert.target import config_json
+from sidestream.launch.record import load_resolved
 from sidestream.tracking.untrusted import Unreadable, printable, read_json
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -89,19 +93,21 @@ def import_(source: Path, out: Path) -> None:
     from sidestream.convert import verify
     from sidestream.convert.huggingface import load_huggingface, written_aside
     from sidestream.parallel.weights import load_weights
+    from sidestream.tracking.integrity import digests, seal
 
     options = read_options(source)
     cfg = compose_model(options)
     tokens = verify.example_tokens(cfg.model.vocab_size, cfg.model.sliding_window)
-    with written_aside(out) as partial, verify.alone() as parallel:
+    with written_aside(out) as aside, verify.alone() as parallel:
 
         def convert(model: Any) -> None:
             load_huggingface(model, source)
             state = {f"model.{name}": value for name, value in model.state_dict().items()}
-            dcp.save({"state_dict": state}, checkpoint_id=partial / "checkpoint")
+            dcp.save({"state_dict": state}, checkpoint_id=aside / "checkpoint")
+            seal(aside / "checkpoint", step=0, files=digests((aside / "checkpoint").iterdir()))
 
         def read_back(model: Any) -> None:
-            load_weights(model, partial / "checkpoint")
+            load_weights(model, aside / "checkpoint")
 
         logits = verify.our_logits(cfg, parallel, tokens, convert)
         readers = {
@@ -109,9 +115,9 @@ def import_(source: Path, out: Path) -> None:
             "transformers": lambda: verify.their_logits(source, tokens),
         }
         told = verify.compare_all(logits, readers, source=source)
-        _write_yaml(partial / "model" / "imported.yaml", {"defaults": ["tiny", "_self_"], **options["model"]})
+        _write_yaml(aside / "model" / "imported.yaml", {"defaults": ["tiny", "_self_"], **options["model"]})
         # Beside the checkpoint, as in a run: a model that starts from it is compared with it.
-        _write_yaml(partial / ".hydra" / "resolved.yaml", options)
+        _write_yaml(aside / ".hydra" / "resolved.yaml", options)
     print(told, file=sys.stderr)
     router = overrides({"router": options["router"]})
     words = ["-cd", str(out), "model=imported", *router, f"initial_weights={out / 'checkpoint'}"]
@@ -123,38 +129,41 @@ def _write_yaml(path: Path, content: dict[str, Any]) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
 
 
-def export(run: Path, out: Path, *, dtype: str | None) -> None:
+def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None = None) -> None:
     """Write the newest checkpoint of a run for transformers, one tensor at a time, and compare the logits."""
     import torch
-    import torch.distributed.checkpoint as dcp
 
     from sidestream import build
     from sidestream.convert import verify
     from sidestream.convert.huggingface import load_huggingface, write_huggingface
-    from sidestream.lightning.checkpoint import checkpoints
+    from sidestream.launch.stored import read_config, refused
+    from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX, load_weights
+    from sidestream.tracking.integrity import newest_whole
 
-    found = checkpoints(run)
-    if not found:
-        raise ConfigError(
-            "run", printable(run), "no checkpoint in it", expected="a run folder", fix="run=<such a folder>"
-        )
-    cfg = _run_config(run)
-    metadata = dcp.FileSystemReader(found[-1]).read_metadata().state_dict_metadata
+    choice = newest_whole(run.absolute(), key="run")
+    print(*choice.lines, sep="\n", end="\n" if choice.lines else "", file=sys.stderr)
+    cfg = read_config(run, trusted=trusted or [])
+    reader = CheckpointReader(choice.folder)
+    metadata = reader.read_metadata().state_dict_metadata
     entries = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
-    cfg.model.vocab_size = entries["embedding.weight"].size[0]
-    saved = entries["embedding.weight"].properties.dtype
-    target = getattr(torch, dtype) if dtype else saved
-    sections: Any = OmegaConf.to_container(cfg, resolve=True)
-    config = config_json(
-        sections["model"],
-        sections["router"],
-        balance=sections["balance"],
-        overlap=sections["overlap"],
-        trained=trained_fields(run, sections),
-        dtype=str(target).removeprefix("torch."),
-    )
-    if build.make(cfg.overlap).changes_model:
+    with refused(
+        run
+    ):  # a folder from anybody: the config may be of another model than the checkpoint, or of none
+        cfg.model.vocab_size = entries["embedding.weight"].size[0]
+        saved = entries["embedding.weight"].properties.dtype
+        target = getattr(torch, dtype) if dtype else saved
+        sections: Any = OmegaConf.to_container(cfg, resolve=True)
+        config = config_json(
+            sections["model"],
+            sections["router"],
+            balance=sections["balance"],
+            overlap=sections["overlap"],
+            trained=trained_fields(run, sections),
+            dtype=str(target).removeprefix("torch."),
+        )
+        shape = build.model_shape(cfg, vocab_size=cfg.model.vocab_size)
+    if build.make(cfg, "overlap").changes_model:
         why = "this schedule computes another model than the plain one"
         raise ConfigError(
             "overlap._target_", cfg.overlap._target_, why, expected="the plain model", fix="another run"
@@ -162,7 +171,7 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
 
     def tensor(name: str) -> torch.Tensor:
         value = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        dcp.load({PREFIX + name: value}, checkpoint_id=found[-1], no_dist=True)
+        load_state({PREFIX + name: value}, reader, alone=True)
         return value
 
     _check_bias(cfg, {name: tensor(name) for name in entries if name.endswith("selection_bias")})
@@ -170,7 +179,7 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
     told: list[str] = []
 
     def of_the_run(model: Any) -> None:
-        load_weights(model, found[-1])
+        load_weights(model, choice.folder)
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.to(target))  # rounded as it is written
 
@@ -178,26 +187,16 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
         written = compose_model(read_options(folder))
         with verify.alone() as parallel:
             logits = verify.our_logits(cfg, parallel, tokens, of_the_run)
-            ours = lambda: verify.our_logits(  # noqa: E731
-                written, parallel, tokens, lambda model: load_huggingface(model, folder)
-            )
-            readers = {"Sidestream": ours, "transformers": lambda: verify.their_logits(folder, tokens)}
+            load = partial(load_huggingface, folder=folder)
+            readers = {
+                "Sidestream": lambda: verify.our_logits(written, parallel, tokens, load),
+                "transformers": lambda: verify.their_logits(folder, tokens),
+            }
             told.append(verify.compare_all(logits, readers, source=run))
 
     names = [name for name in entries if not name.endswith("selection_bias")]
-    shape = build.model_shape(cfg, vocab_size=cfg.model.vocab_size)
     write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target, check=check)
-    print(f"{out}: {config['architectures'][0]} from {found[-1]}; {told[0]}")
-
-
-def _run_config(run: Path) -> Any:
-    """The resolved config of a run."""
-    try:
-        return OmegaConf.create(read_sections(run / ".hydra" / "resolved.yaml", inside=run))
-    except Unreadable as error:
-        raise ConfigError(
-            "run", printable(run), str(error), expected="a run folder", fix="run=<such a folder>"
-        ) from None
+    print(f"{out}: {config['architectures'][0]} from {choice.folder}; {told[0]}")
 
 
 def _check_bias(cfg: Any, biases: dict[str, Any]) -> None:
@@ -227,7 +226,7 @@ def trained_fields(run: Path, sections: dict[str, Any]) -> dict[str, Any]:
     if not is_token(eos, vocab_size):
         eos = data.get("eos_token")
     ids, length = {"bos_token_id": None, "eos_token_id": eos}, data["seq_length"]
-    start = Path(sections.get("initial_weights") or "/nowhere")
+    start = Path(load_resolved(run).get("initial_weights") or "/nowhere")
     if (start / "config.json").is_file():
         origin = ModelFolder(start).config
         ids = {n: origin.get(n) if value is None else value for n, value in ids.items()}
@@ -252,7 +251,8 @@ def main() -> int:
     parser.add_argument("source", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the exported weights")
-    arguments = parser.parse_args()
+    typed = f"{trust.KEY}="
+    arguments = parser.parse_args([word for word in sys.argv[1:] if not word.startswith(typed)])
     if arguments.direction != "fields" and arguments.source is None:
         parser.error(f"{arguments.direction} needs a folder to read")
     if arguments.direction in ("import", "export") and arguments.out is None:
@@ -265,7 +265,10 @@ def main() -> int:
         elif arguments.direction == "import":
             import_(arguments.source, arguments.out)
         else:
-            export(arguments.source, arguments.out, dtype=arguments.dtype)
+            trusted = trust.believed(sys.argv[1:])
+            if trusted:
+                sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
+            export(arguments.source, arguments.out, dtype=arguments.dtype, trusted=trusted)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from sidestream import build
 from sidestream.convert import verify
+from tests.fake_checkpoint import seal
 from tests.train.fit import compose_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -105,7 +106,10 @@ def write_run(folder: Path, *overrides: str, bias: float = 0.0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("selection_bias"):
                 buffer[0] = bias
+        checkpoint = folder / "checkpoints" / "step-00000001"
         state = {f"model.{name}": value for name, value in model.state_dict().items()}
-        dcp.save({"state_dict": state}, checkpoint_id=folder / "checkpoints" / "step-00000001")
+        dcp.save({"state_dict": state}, checkpoint_id=checkpoint)
+        (checkpoint / "meta.pt").write_bytes(b"nobody reads it here")
+        seal(checkpoint)
         model.parts.dispatcher.close()
     return cfg

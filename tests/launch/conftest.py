@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fake_checkpoint import EMPTY
+
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30
 
@@ -20,6 +22,13 @@ exec("""
 import json, os, signal, time
 from pathlib import Path
 
+def gone(folder):  # rank 1 has ended, whether or not anybody has asked how
+    found = folder / "pid1"
+    if not found.exists() or not found.read_text():
+        return False
+    status = Path("/proc", found.read_text(), "stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
+
 def train(cfg, *, layout, folder, env):
     from sidestream.launch import stopping
     behaviour = cfg.name
@@ -29,13 +38,15 @@ def train(cfg, *, layout, folder, env):
         if behaviour == "raises":
             raise RuntimeError("the wheel came off")
         if behaviour == "killed":
+            (folder / "pid1").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "hangs":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif behaviour in ("killed", "raises"):
         while behaviour == "raises" and not (folder / "failures").exists():
             time.sleep(0.02)
-        time.sleep(0.3)
+        while behaviour == "killed" and not gone(folder):
+            time.sleep(0.02)
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:5")
     elif behaviour == "hangs":
         raise ValueError("rank 0 has a bug")
@@ -48,12 +59,15 @@ def train(cfg, *, layout, folder, env):
     status = "interrupted" if behaviour == "waits" else "finished"
     result = {"status": status, "metrics": {"val_loss": 1.0 + cfg.seed}}
     if env.rank == 0:
-        (folder / "checkpoints" / "step-3").mkdir(parents=True, exist_ok=True)
+        checkpoint = folder / "checkpoints" / "step-3"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / ".metadata").write_bytes(bytes.fromhex("METADATA"))
+        (checkpoint / "meta.pt").write_bytes(b"meta")
         (folder / "result.json").write_text(json.dumps(result))
     return result
 """, module.__dict__)
 sys.modules["sidestream.run"] = module
-'''
+'''.replace("METADATA", EMPTY.hex())
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """What `train.py` does before and after Hydra: errors in one line, exit codes, and starting the ranks."""
 
+import json
 import os
 import shlex
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +14,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config import schema
+from sidestream.config import schema, trust
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.help import help_text
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
 from sidestream.launch import arguments, failures, resume, sweeps, torchrun
 from sidestream.launch.processes import die_with_parent
-from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch.record import Launch, as_config, save_resolved
+from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
-from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking import lock
+from sidestream.tracking.integrity import check_given
+from sidestream.tracking.untrusted import printable
 
 _typed: list[str] = []  # the arguments before `resume=` or `resume_sweep=` was expanded
 
@@ -40,7 +43,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         sys.exit(torchrun.follow())
     _typed[:] = sys.argv[1:]
     try:
-        sys.argv[1:] = resume.rewrite(sweeps.rewrite(arguments.without_null(_typed)))
+        plain = resume.without_strict(arguments.without_null(_typed))
+        sys.argv[1:] = resume.rewrite(sweeps.rewrite(plain))
         main()
     except Exception as error:
         if not is_of_user(error):
@@ -62,7 +66,7 @@ def _refuse(error: Exception) -> NoReturn:
     if "debug=true" in sys.argv:
         traceback.print_exception(error)
     _, overrides = arguments.split(sys.argv[1:])
-    print(f"error: {explain(error, overrides)}", file=sys.stderr, flush=True)
+    print(f"error: {printable(explain(error, overrides), limit=2000)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -84,12 +88,16 @@ class BeforeRun(Callback):
         cfg = of_the_task(config, folder=folder)
         layout = check(cfg, **torchrun.world())
         if cfg.resume is None:
+            _check_initial_weights(cfg.initial_weights)
             _claim(folder)
+            lock.hold(folder, key="hydra.run.dir")
         elif Path(cfg.resume).absolute() != folder:
             why = "only the command line can resume a run"
             raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
         else:
-            lines = resume.check_changes(folder, new=resolve(cfg), layout=layout)
+            chosen = resume.choose(folder)
+            changes = resume.check_changes(folder, new=resolve(cfg), layout=layout, done=chosen.step)
+            lines = [*chosen.lines, *changes]
             print(*lines, sep="\n" if lines else "", end="\n" if lines else "", flush=True)
 
 
@@ -102,6 +110,14 @@ def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:
     with read_write(cfg), open_dict(cfg):
         del cfg["hydra"]
     return cfg
+
+
+def _check_initial_weights(value: str | None) -> None:
+    """Verifies one of our checkpoints; Hugging Face folders have no checksums."""
+    folder = Path(value or "").expanduser()
+    if value is not None and (folder / ".metadata").exists():
+        lines = check_given(folder, key="initial_weights", needs=(".metadata",))
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
 def _claim(folder: Path) -> None:
@@ -127,10 +143,13 @@ def start(cfg: DictConfig) -> None:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     layout = check(cfg, **torchrun.world())
-    resolved = OmegaConf.create(resolve(cfg))
+    plain = resolve(cfg)
     if cfg.resume is not None:
+        chosen = resume.chosen or resume.choose(folder)
+        plain["resume"] = str(chosen.folder)  # the ranks take the one that was checked
+        resume.clear_up(folder, chosen.passed)
         resume.keep_previous(folder)
-    write_text_atomic(folder / RESOLVED, OmegaConf.to_yaml(resolved))
+    save_resolved(folder, plain)
     choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}
     for name, nothing in (
         ("experiment", "none"),
@@ -148,6 +167,8 @@ def start(cfg: DictConfig) -> None:
         layout=layout,
     ).save(folder)
     failures.clear(folder)
+    resolved = as_config(plain)
+    os.environ[trust.VARIABLE] = json.dumps(plain[trust.KEY])  # the ranks believe this, and no file
     if torchrun.active():
         code = torchrun.lead(resolved, layout=layout, folder=folder)
     elif layout.world_size > 1:
@@ -160,8 +181,8 @@ def start(cfg: DictConfig) -> None:
 
 def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     """Runs a run of one rank in this process and returns its exit code."""
-    with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
-        os.environ.update(rank_environment(layout, rank=0, store=Path(scratch) / "store"))
+    with scratch() as shared:
+        os.environ.update(rank_environment(layout, rank=0, store=shared / "store"))
         env = RankEnv.from_environ()
         code = run_rank(cfg, layout=layout, folder=folder, env=env, hard_stop=SECONDS_TO_STOP)
     if code in (1, 2):

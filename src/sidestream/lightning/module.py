@@ -19,6 +19,9 @@ from typing_extensions import override
 from sidestream.convert.initial import load_after_sharding
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
+from sidestream.launch import phase
+from sidestream.lightning.fits import name_of
+from sidestream.lightning.options import ConfiguredOptions
 from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.initialize import seed_of
@@ -102,6 +105,7 @@ class SidestreamModule(LightningModule):
     @override
     def configure_model(self) -> None:
         if not hasattr(self, "model"):  # called again by every trainer function
+            phase.enter(phase.BUILDING)
             strategy = self.parallel_strategy
             self.model = self._build_model(strategy.parallel)
             strategy.reduction.shard(self.model, strategy.parallel)
@@ -111,13 +115,17 @@ class SidestreamModule(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         optimizer = self._build_optimizer(self.model)
+        if self.trainer.ckpt_path is not None:
+            phase.enter(phase.LOADING)
         # A plain function: LambdaLR would save the attributes of an object, and a resumed run its old max_steps.
         scheduler = LambdaLR(optimizer, lambda step: self._factor(step))
+        self._options = ConfiguredOptions(scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override
     def on_train_start(self) -> None:
         recipe = self.recipe
+        phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.parallel_strategy.begin_training(
             self.model,
             global_batch_size=recipe.global_batch_size,
@@ -126,24 +134,16 @@ class SidestreamModule(LightningModule):
             data_checksum=recipe.data_checksum,
             overflow=None if self._restored is None else self._restored.get("overflow"),
         )
-        self._set_rate()
+        # What a checkpoint brought of the earlier config gives way to this one.
+        self._options.restore(self._factor(self.global_step))
         self._seed_rank()
         self.recorder.begin(step=self.global_step)
-
-    def _set_rate(self) -> None:
-        """A checkpoint has the rate of its own schedule, which may have been of another length."""
-        scheduler: Any = self.lr_schedulers()
-        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs):
-            rate = base * self._factor(self.global_step)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         lr = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+        phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.recorder.start_step()
         report, norm = self.parallel_strategy.run_step(
             batch,
@@ -166,11 +166,13 @@ class SidestreamModule(LightningModule):
 
     @override
     def on_validation_start(self) -> None:
+        phase.enter(phase.VALIDATING, step=self.global_step)
         self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the loss of this rank's share to the sums."""
         assert self._val is not None
+        phase.beat()
         # As in training: memory, and what an expert's capacity is a share of, belong to a micro-batch.
         for micro_batch in batch.split(self.recipe.micro_batch_size):
             nll = self.parallel_strategy.budget.guard(partial(self._nll, micro_batch))
@@ -204,6 +206,16 @@ class SidestreamModule(LightningModule):
             self.on_validation_end()
         self.train()
 
+    def facts(self) -> dict[str, Any]:
+        """What must be the same when a checkpoint is taken up again, see `fits.check_facts`."""
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "data_checksum": self.recipe.data_checksum,
+            "changes_model": self.recipe.changes_model,
+            "function": self.recipe.function,
+            "optimizer": name_of(self.trainer.optimizers[0]),
+        }
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to go on bit-identically. Plain types and tensors only: loads with weights_only."""
@@ -213,38 +225,19 @@ class SidestreamModule(LightningModule):
             generators["cuda"] = torch.cuda.get_rng_state(self.device)
         dist.all_gather_object(states, generators, group=self.parallel_strategy.parallel.control)
         checkpoint["sidestream"] = {
-            "format": CHECKPOINT_FORMAT,
+            **self.facts(),
             "step": self.global_step,
             "tokens": self.global_step * self.recipe.global_batch_size * self.recipe.seq_length,
             "rng": states,
             "seed": self.recipe.seed,
-            "data_checksum": self.recipe.data_checksum,
             "world_size": self.trainer.world_size,
             "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
-            "changes_model": self.recipe.changes_model,
-            "function": self.recipe.function,
             "overflow": self.parallel_strategy.budget.state(),
         }
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["sidestream"]
-        if saved["format"] != CHECKPOINT_FORMAT:
-            raise ValueError(f"checkpoint format {saved['format']}: expected {CHECKPOINT_FORMAT}")
-        if saved["data_checksum"] != self.recipe.data_checksum:
-            raise ValueError(
-                f"data: the checkpoint was trained on a corpus with checksum {saved['data_checksum'][:12]}, this one "
-                f"has {self.recipe.data_checksum[:12]}; use the interpreter or files of the original run"
-            )
-        if saved["changes_model"] != self.recipe.changes_model or (
-            saved.get("function", "plain") != self.recipe.function
-        ):
-            raise ValueError(
-                f"overlap or router.force_balance: the checkpoint was trained under a choice that computes another "
-                f"model ({saved.get('function', 'plain')}, not {self.recipe.function}); resume with the choices of "
-                f"the run; overlap.enabled=false computes the same model serially"
-            )
-        self._restored = saved
+        self._restored = checkpoint["sidestream"]
 
     def _seed_rank(self) -> None:
         """Give this rank its random numbers: those of the checkpoint, or fresh ones that no other rank has."""
