@@ -1,5 +1,8 @@
 """Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt=<text>]`."""
 
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import os
 import sys
 import tempfile

@@ -1,5 +1,8 @@
 """Predicts what a training run would cost on a cluster: `python predict.py cluster=gb300_nvl72 model=qwen3_30b_a3b`."""
 
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import hydra
 from omegaconf import DictConfig
 

@@ -1,5 +1,8 @@
 """Trains a model: `python train.py`, `python train.py --help`."""
 
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import hydra
 from omegaconf import DictConfig
 

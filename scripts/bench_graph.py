@@ -6,7 +6,9 @@ A case is overrides of train.py in one string; without any, `tiny` with three di
 graph is a tape, see docs/step_graphs.md.
 """
 
-import argparse
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import os
 import shlex
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sidestream import scripts
 from sidestream.measure import environment
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.tracking.folder import write_json_atomic
@@ -32,7 +35,7 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
@@ -88,4 +91,4 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

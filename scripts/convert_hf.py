@@ -1,8 +1,8 @@
 """Hugging Face checkpoints of Mixtral, OLMoE and Qwen3-MoE, in and out.
 
-    python scripts/convert_hf.py describe <hf folder>                 the overrides that make train.py build this model
-    python scripts/convert_hf.py import <hf folder> <new folder>      a Sidestream checkpoint and a model YAML
-    python scripts/convert_hf.py export <run folder> <new folder>     a folder for transformers' from_pretrained
+    python scripts/convert_hf.py describe <hf folder>            the overrides that build this model
+    python scripts/convert_hf.py import <hf folder> <new folder> a checkpoint and a model YAML
+    python scripts/convert_hf.py export <run folder> <new folder> a folder for transformers
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 
@@ -11,7 +11,9 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import sys
 import tempfile
 from datetime import timedelta
@@ -20,6 +22,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from sidestream import scripts
 from sidestream.config.errors import ConfigError
 from sidestream.convert.families import config_json, model_options
 
@@ -133,9 +136,7 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = scripts.parser(__doc__, whole=True)
     parser.add_argument("direction", choices=["describe", "import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
@@ -157,4 +158,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

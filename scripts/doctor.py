@@ -6,9 +6,10 @@ Looks only, in about a second: nothing is imported that needs a GPU. What cannot
 train.py refuses it. `scripts/check_gpu.py` tries things out.
 """
 
-import argparse
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sidestream import scripts
 from sidestream.config.availability import LIBRARIES, Machine, takes_library, verdict
 from sidestream.config.capabilities import Capabilities, capabilities
 from sidestream.config.fusion_check import CHUNKED, NONE, is_mega
@@ -223,7 +225,7 @@ def graph_table(graphs: list[GraphRow]) -> Table:
 
 
 def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to this file too")
     arguments = parser.parse_args(argv)
     machine = machine or Machine.here()
@@ -244,4 +246,4 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

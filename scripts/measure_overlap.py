@@ -6,6 +6,9 @@ Groups and keys are those of train.py, and `measure` (conf/measure_overlap.yaml)
 torchrun.
 """
 
+if __name__ == "__main__":
+    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+
 import hydra
 from omegaconf import DictConfig
 

@@ -1,4 +1,6 @@
-"""The one exception for a wrong configuration."""
+"""The one exception for a wrong configuration, and errors of the file system that are one."""
+
+import errno
 
 
 class ConfigError(ValueError):
@@ -44,3 +46,31 @@ def as_typed(value: object) -> str:
 
 class PlainError(Exception):
     """The end of a run that needs no traceback: the message says it all."""
+
+
+# What the place that somebody named can do to whoever writes there.
+_OF_PLACE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+
+def is_of_place(error: BaseException) -> bool:
+    """Whether an error says that nothing can be written in some place: no permission, no space, a file in the way."""
+    return isinstance(error, OSError) and error.errno in _OF_PLACE and error.filename is not None
+
+
+def cannot_write(key: str, value: object, error: OSError) -> ConfigError:
+    """Explains an error for which `is_of_place` holds, met below the folder `value` that `key` names."""
+    where = "" if str(error.filename) == str(value) else f": {error.filename}"
+    why = f"cannot be written ({error.strerror}{where})"
+    return ConfigError(key, value, why, expected="a folder that you may write", fix=f"{key}=<folder>")

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from sidestream.config import schema
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
-from sidestream.config.help import help_text
+from sidestream.config.help import help_text, list_options_once
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
 from sidestream.launch import arguments, failures, resume, sweeps, torchrun
 from sidestream.launch.processes import die_with_parent
@@ -54,6 +54,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 def register() -> None:
     """Makes schemas and resolvers known; `conf/` cannot be composed without. May be called twice."""
     schema.register()
+    list_options_once()
     OmegaConf.register_new_resolver("help_text", help_text, replace=True)
     OmegaConf.register_new_resolver("job_label", arguments.job_label, replace=True)
 
