@@ -5,7 +5,6 @@ if __name__ == "__main__":
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.launch.record import Launch
+from sidestream.launch.scratch import scratch
 
 DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
 
@@ -51,8 +51,8 @@ def report(cfg: DictConfig, *, checkpoint: Path) -> None:
     from sidestream.evaluate import evaluate
     from sidestream.launch.worker import RankEnv
 
-    with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
-        env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
+    with scratch() as shared:
+        env = RankEnv(0, 0, 1, 1, f"file://{shared / 'store'}")
         result = evaluate(cfg, layout=layout, env=env, checkpoint=checkpoint)
     print(f"checkpoint {checkpoint}\nval_loss   {result['val_loss']:.4f} nats per {result['unit']}")
     print(f"sample     {result['prompt']}{result['sample']}")

@@ -17,6 +17,7 @@ from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.checkpoint_reader import load_meta
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.weights import load_weights
 from sidestream.parallel.world import join_world, leave_world
@@ -76,7 +77,7 @@ def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
 
     Text that changed since is split, and with bpe also numbered, in another way: the loss would mean nothing.
     """
-    trained = torch.load(checkpoint / "meta.pt", weights_only=True)["sidestream"]["data_checksum"]
+    trained = str(load_meta(checkpoint)["sidestream"].get("data_checksum"))
     if corpus.checksum != trained:
         raise ConfigError(
             "run",

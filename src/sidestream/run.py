@@ -31,7 +31,7 @@ from sidestream.data.ngram import ngram_baselines
 from sidestream.data.packing import PackedDataset
 from sidestream.graph.check import LintFinished
 from sidestream.graph.findings import legend
-from sidestream.launch import stopping, torchrun
+from sidestream.launch import phase, stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
 from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
@@ -72,7 +72,9 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     """
     _quiet()
     run_folder, launch = RunFolder(folder), Launch.load(folder) if env.rank == 0 else None
+    phase.enter(phase.READING)
     corpus: Corpus = build.make(cfg.data).load()
+    phase.enter(phase.BUILDING)
     counts = _account(cfg, corpus)
     start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
     if env.rank == 0 and launch is not None:
@@ -175,6 +177,7 @@ def _fit(
         result = replace(start, status="finished", graph=Graph(lint=[]))
     else:
         result = _end_result(start, module, recorder, strategy, peak)
+    phase.enter(phase.FINISHING)
     # Only at a regular end: after an error the other ranks may not come to a collective tear-down.
     module.model.parts.dispatcher.close()
     strategy.leave_world()

@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
 from sidestream.launch import arguments, failures, resume, sweeps, torchrun
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
@@ -161,8 +161,8 @@ def start(cfg: DictConfig) -> None:
 
 def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     """Runs a run of one rank in this process and returns its exit code."""
-    with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch:
-        os.environ.update(rank_environment(layout, rank=0, store=Path(scratch) / "store"))
+    with scratch() as shared:
+        os.environ.update(rank_environment(layout, rank=0, store=shared / "store"))
         env = RankEnv.from_environ()
         code = run_rank(cfg, layout=layout, folder=folder, env=env, hard_stop=SECONDS_TO_STOP)
     if code in (1, 2):

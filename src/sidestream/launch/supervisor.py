@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from sidestream.config.compatibility import Layout
-from sidestream.launch import failures
+from sidestream.launch import failures, phase
 from sidestream.launch.processes import PARENT, Signals, kill_group, send
+from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.worker import STORE
 
@@ -42,11 +42,11 @@ def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
         The exit code of the run: 0, 1, 2, 143 or 130.
     """
     failures.clear(folder)
-    with tempfile.TemporaryDirectory(prefix="sidestream-") as scratch, Signals() as signals:
+    with scratch() as shared, Signals() as signals:
         ranks: list[Rank] = []
         try:
             for number in range(layout.world_size):
-                ranks.append(_start(folder, number, layout=layout, store=Path(scratch) / "store"))
+                ranks.append(_start(folder, number, layout=layout, store=shared / "store"))
             _watch(ranks, signals)
         finally:
             for rank in ranks:
@@ -63,6 +63,7 @@ def rank_environment(layout: Layout, *, rank: int, store: Path) -> dict[str, str
         "WORLD_SIZE": str(layout.world_size),
         "LOCAL_WORLD_SIZE": str(layout.world_size),
         "GROUP_RANK": "0",
+        phase.SCRATCH: str(store.parent),
         STORE: f"file://{store}",  # a file: no port that another job could have
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
     }

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import failures, stopping
+from sidestream.launch import failures, phase, stopping
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import RESOLVED, Launch
@@ -59,6 +59,7 @@ def run_rank(
         0 finished, 2 wrong configuration, 1 failed, 143 or 130 stopped by SIGTERM or SIGINT.
     """
     stopping.install(hard_stop=hard_stop)
+    _say_phase(cfg, env)
     _configure_logging(folder, env)
     _use_cores(cfg.trainer, env)
     keep_freed_memory()
@@ -67,9 +68,17 @@ def run_rank(
     except Exception as error:
         failures.record(folder, rank=env.rank, error=error)
         return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        phase.enter(phase.LEAVING)
     if result["status"] == "interrupted":
         return 128 + (stopping.requested() or signal.SIGTERM)
     return 0
+
+
+def _say_phase(cfg: DictConfig, env: RankEnv) -> None:
+    shared = os.environ.get(phase.SCRATCH)
+    phase.open_file(Path(shared) if shared is not None and env.store != "env://" else None, env.rank)
+    phase.set_timeout(cfg.strategy.timeout_seconds)
 
 
 def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:

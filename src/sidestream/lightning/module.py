@@ -19,6 +19,7 @@ from typing_extensions import override
 from sidestream.convert.initial import load_after_sharding
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
+from sidestream.launch import phase
 from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.initialize import seed_of
@@ -102,6 +103,7 @@ class SidestreamModule(LightningModule):
     @override
     def configure_model(self) -> None:
         if not hasattr(self, "model"):  # called again by every trainer function
+            phase.enter(phase.BUILDING)
             strategy = self.parallel_strategy
             self.model = self._build_model(strategy.parallel)
             strategy.reduction.shard(self.model, strategy.parallel)
@@ -111,6 +113,8 @@ class SidestreamModule(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         optimizer = self._build_optimizer(self.model)
+        if self.trainer.ckpt_path is not None:
+            phase.enter(phase.LOADING)
         # A plain function: LambdaLR would save the attributes of an object, and a resumed run its old max_steps.
         scheduler = LambdaLR(optimizer, lambda step: self._factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -118,6 +122,7 @@ class SidestreamModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         recipe = self.recipe
+        phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.parallel_strategy.begin_training(
             self.model,
             global_batch_size=recipe.global_batch_size,
@@ -144,6 +149,7 @@ class SidestreamModule(LightningModule):
         """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         lr = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+        phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.recorder.start_step()
         report, norm = self.parallel_strategy.run_step(
             batch,
@@ -166,11 +172,13 @@ class SidestreamModule(LightningModule):
 
     @override
     def on_validation_start(self) -> None:
+        phase.enter(phase.VALIDATING, step=self.global_step)
         self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the loss of this rank's share to the sums."""
         assert self._val is not None
+        phase.beat()
         # As in training: memory, and what an expert's capacity is a share of, belong to a micro-batch.
         for micro_batch in batch.split(self.recipe.micro_batch_size):
             nll = self.parallel_strategy.budget.guard(partial(self._nll, micro_batch))
@@ -207,6 +215,7 @@ class SidestreamModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to go on bit-identically. Plain types and tensors only: loads with weights_only."""
+        phase.enter(phase.SAVING, step=self.global_step)
         states: list[Any] = [None] * self.trainer.world_size
         generators = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from sidestream.config.compatibility import Layout
 from sidestream.launch.processes import PARENT, kill_group
+from sidestream.launch.scratch import scratch
 from sidestream.launch.supervisor import import_path, rank_environment
 from sidestream.tracking.folder import write_json_atomic
 
@@ -43,7 +43,7 @@ def run_ranks(
     """
     layout = Layout(world_size, world_size, world_size, 1, 1, 1, "cpu")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sidestream-")))
+        folder = stack.enter_context(scratch())
         write_json_atomic(folder / "job.json", {**job, "module": module})
         processes = []
         for rank in range(world_size):

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+_FILE = "file://"
+
 
 class Rank(Protocol):
-    """Who this rank is; `store` is a `file://` URL (our launcher: no port that could be taken) or `env://`."""
+    """Who this rank is; `store` is `file://` and a path as it is (our launcher: no port that could be taken) or `env://`."""
 
     @property
     def rank(self) -> int: ...
@@ -40,7 +42,11 @@ def join_world(
     if store is not None:
         options["store"] = store
     else:
-        options["init_method"] = env.store
+        # Not as a URL: torch would cut the path at the first `#` or `?` of it.
+        if env.store.startswith(_FILE):
+            options["store"] = dist.FileStore(env.store.removeprefix(_FILE), env.world_size)
+        else:
+            options["init_method"] = env.store
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
