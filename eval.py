@@ -1,7 +1,9 @@
 """Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt=<text>]`."""
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import os
 import sys

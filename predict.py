@@ -1,7 +1,9 @@
 """Predicts what a training run would cost on a cluster: `python predict.py cluster=gb300_nvl72 model=qwen3_30b_a3b`."""
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import hydra
 from omegaconf import DictConfig

@@ -1,7 +1,9 @@
 """Trains a model: `python train.py`, `python train.py --help`."""
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import hydra
 from omegaconf import DictConfig

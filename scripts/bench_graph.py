@@ -7,7 +7,9 @@ graph is a tape, see docs/step_graphs.md.
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import os
 import shlex

@@ -11,7 +11,9 @@ What is measured, and what not to conclude from it: docs/layer_benchmark.md.
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import os

@@ -9,7 +9,9 @@ Prints a row per check and writes JSON; what cannot run is skipped with the reas
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import os

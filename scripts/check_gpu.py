@@ -7,7 +7,9 @@ anything else it raises is the failure. Without a GPU it takes a few seconds and
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import math
 import subprocess

@@ -5,7 +5,9 @@ python scripts/compare.py RUN RUN --studied link --baseline link=native
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import sys

@@ -12,7 +12,9 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import sys
 import tempfile

@@ -7,7 +7,9 @@ train.py refuses it. `scripts/check_gpu.py` tries things out.
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import os
 from collections.abc import Iterator

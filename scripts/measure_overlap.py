@@ -7,7 +7,9 @@ torchrun.
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import hydra
 from omegaconf import DictConfig

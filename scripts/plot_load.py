@@ -5,7 +5,9 @@ python scripts/plot_load.py logs/train/runs/<run> --out load.png
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import sys
 from pathlib import Path

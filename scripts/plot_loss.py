@@ -4,7 +4,9 @@ python scripts/plot_loss.py logs/train/<run> [more run folders] --out docs/loss.
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import sys
 from pathlib import Path

@@ -7,7 +7,9 @@ python scripts/render_readme.py --quality <sweep> <sweep>      the same for the 
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import contextlib
 import hashlib

@@ -13,7 +13,9 @@ another; it then takes twice as long as on the link of link=throttled.
 """
 
 if __name__ == "__main__":
-    import sidestream.interrupt  # noqa: F401  from here on Ctrl-C is answered
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import contextlib

@@ -6,7 +6,10 @@ another one, by whatever is being imported; there is nothing to clean up yet.
 
 import os
 import signal
+import time
 from types import FrameType
+
+STARTED = time.monotonic()  # of this command
 
 
 def leave_at_once() -> None:
@@ -18,5 +21,3 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, b"\nerror: interrupted\n")
     os._exit(128 + number)
 
-
-leave_at_once()
