@@ -15,7 +15,9 @@ from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.launch.record import Launch
 from sidestream.launch.scratch import scratch
+from sidestream.tracking.untrusted import printable
 
+SHOWN = "\n\t"  # of a sample; a model may also have learned what a terminal obeys
 DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
 
 
@@ -32,7 +34,7 @@ def main(argv: list[str]) -> None:
     if not options["run"] or not resolved.exists() or checkpoint is None:
         why = "no run with a checkpoint there"
         raise ConfigError("run", options["run"], why, expected="the folder of a run", fix="run=<folder>")
-    if not options["num_tokens"].isdigit():
+    if not (options["num_tokens"].isascii() and options["num_tokens"].isdigit()):
         raise ConfigError(
             "num_tokens", options["num_tokens"], "no count", expected="an integer", fix="num_tokens=200"
         )
@@ -43,11 +45,11 @@ def main(argv: list[str]) -> None:
     cfg.initial_weights = None  # the checkpoint takes their place
     # As in the run: what an expert's capacity is a share of belongs to a micro-batch.
     cfg.data.micro_batch_size = Launch.load(run).layout.micro_batch_size
-    cfg.sample = {"num_tokens": int(options["num_tokens"]), "prompt": options["prompt"]}
-    report(cfg, checkpoint=checkpoint)
+    # The prompt stays out of the config, which would read ${...} in it.
+    report(cfg, checkpoint=checkpoint, prompt=options["prompt"], num_tokens=int(options["num_tokens"]))
 
 
-def report(cfg: DictConfig, *, checkpoint: Path) -> None:
+def report(cfg: DictConfig, *, checkpoint: Path, prompt: str | None, num_tokens: int) -> None:
     """Prints the validation loss and a sample."""
     layout = check(cfg)
     from sidestream.evaluate import evaluate
@@ -55,9 +57,12 @@ def report(cfg: DictConfig, *, checkpoint: Path) -> None:
 
     with scratch() as shared:
         env = RankEnv(0, 0, 1, 1, f"file://{shared / 'store'}")
-        result = evaluate(cfg, layout=layout, env=env, checkpoint=checkpoint)
+        result = evaluate(
+            cfg, layout=layout, env=env, checkpoint=checkpoint, prompt=prompt, num_tokens=num_tokens
+        )
     print(f"checkpoint {checkpoint}\nval_loss   {result['val_loss']:.4f} nats per {result['unit']}")
-    print(f"sample     {result['prompt']}{result['sample']}")
+    text = f"{result['prompt']}{result['sample']}"
+    print(f"sample     {printable(text, limit=len(text) + 1, keep=SHOWN)}")
 
 
 def _checkpoint(run: Path, given: str) -> Path | None:

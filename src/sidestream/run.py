@@ -310,6 +310,7 @@ def _start_result(
         seed=cfg.seed,
         precision=cfg.trainer.precision,
         data_checksum=corpus.checksum,
+        data=corpus.record,
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,
@@ -431,6 +432,9 @@ def _loggers(
 def _show_start(
     progress: RichProgress, start: RunResult, corpus: Corpus, batches: StatefulLoader, folder: Path
 ) -> None:
+    log.info("data: %s", corpus.record.line())
+    for warning in corpus.record.warnings():
+        log.warning("data: %s", warning)
     baselines = start.metrics.baselines
     counts = {"bigram": baselines.bigram, "trigram": baselines.trigram}
     rows = batches.rows

@@ -128,7 +128,7 @@ def load_state(state: dict[str, Any], reader: CheckpointReader, *, alone: bool =
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raises what went wrong on the first rank in place of DCP's exception, which is none that `except Exception` sees."""
+    """Raises what went wrong on the first rank, not the exception of DCP, which `except Exception` does not see."""
     try:
         yield
     except CheckpointException as error:

@@ -154,9 +154,17 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def printable(text: object, *, limit: int = 300) -> str:
-    r"""Returns `text` as one line that a terminal shows and never obeys: control characters become `\x1b`, `\n`, ..."""
-    shown = "".join(c if unicodedata.category(c) not in _NEVER_SHOWN else _escaped(c) for c in str(text))
+def printable(text: object, *, limit: int = 300, keep: str = "") -> str:
+    r"""Returns `text` as one line that a terminal shows and never obeys: control characters become `\x1b`, `\n`, ...
+
+    Args:
+        text: what is shown.
+        limit: most characters; the rest becomes an ellipsis.
+        keep: control characters that are shown as they are, such as line ends.
+    """
+    shown = "".join(
+        c if c in keep or unicodedata.category(c) not in _NEVER_SHOWN else _escaped(c) for c in str(text)
+    )
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
