@@ -19,4 +19,4 @@ def main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     command.rewrite()
-    entry.run(main)
+    entry.run(main, shows_status=False)

@@ -20,4 +20,3 @@ def leave_at_once() -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, b"\nerror: interrupted\n")
     os._exit(128 + number)
-

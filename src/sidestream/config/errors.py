@@ -1,6 +1,7 @@
 """The one exception for a wrong configuration, and errors of the file system that are one."""
 
 import errno
+from typing import TypeGuard
 
 
 class ConfigError(ValueError):
@@ -64,7 +65,7 @@ _OF_PLACE = {
 }
 
 
-def is_of_place(error: BaseException) -> bool:
+def is_of_place(error: BaseException) -> TypeGuard[OSError]:
     """Whether an error says that nothing can be written in some place: no permission, no space, a file in the way."""
     return isinstance(error, OSError) and error.errno in _OF_PLACE and error.filename is not None
 

@@ -85,6 +85,7 @@ def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
     """What every rank calls: training, or what the config of a script puts in its place."""
     target = cfg.measure["_target_"] if "measure" in cfg else "sidestream.run.train"
     module, _, name = target.rpartition(".")
+    phase.beat("importing Lightning")
     return getattr(importlib.import_module(module), name)
 
 
@@ -109,6 +110,7 @@ def _use_cores(trainer: DictConfig, env: RankEnv) -> None:
     threads = max(1, share) if trainer.threads_per_rank == "auto" else trainer.threads_per_rank
     if trainer.threads_per_rank != "auto" or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        phase.beat("importing torch")
         import torch
 
         torch.set_num_threads(threads)
