@@ -46,6 +46,6 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         if not is_of_place(error):
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {': '.join(filter(None, (error.filename, error.strerror)))}", file=sys.stderr)
         sys.exit(2)
     sys.exit(code)

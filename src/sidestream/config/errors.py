@@ -63,15 +63,18 @@ _OF_PLACE = {
     errno.EPERM,
     errno.EROFS,
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_of_place(error: BaseException) -> TypeGuard[OSError]:
     """Whether an error says that nothing can be written in some place: no permission, no space, a file in the way."""
-    return isinstance(error, OSError) and error.errno in _OF_PLACE and error.filename is not None
+    if not isinstance(error, OSError) or error.errno not in _OF_PLACE:
+        return False
+    return error.filename is not None or error.errno in _FULL  # a write knows no name
 
 
 def cannot_write(key: str, value: object, error: OSError) -> ConfigError:
     """Explains an error for which `is_of_place` holds, met below the folder `value` that `key` names."""
-    where = "" if str(error.filename) == str(value) else f": {error.filename}"
+    where = "" if str(error.filename) in (str(value), "None") else f": {error.filename}"
     why = f"cannot be written ({error.strerror}{where})"
     return ConfigError(key, value, why, expected="a folder that you may write", fix=f"{key}=<folder>")
