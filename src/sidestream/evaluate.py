@@ -52,7 +52,7 @@ def evaluate(
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
     owns_world = join_world(env, device, timeout=timeout)
     try:
-        source: DataSource = build.make(cfg.data)
+        source: DataSource = build.make(cfg, "data")
         text = source.example_prompt if prompt is None else prompt
         corpus = source.load()
         check_corpus(corpus, checkpoint)
