@@ -3,7 +3,7 @@
     python scripts/convert_hf.py describe <hf folder>            the overrides that build this model
     python scripts/convert_hf.py import <hf folder> <new folder> a checkpoint and a model YAML
     python scripts/convert_hf.py export <run folder> <new folder> a folder for transformers
-                                        of a run with your classes: and 'trusted_targets=[my_package]'
+                                   of a run with your classes: and 'trusted_targets=[my_package]'
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 
