@@ -5,11 +5,11 @@ A check of link=throttled.
     python scripts/two_hosts.py --gbps 2 -- python scripts/measure_overlap.py overlap=shortcut
     python scripts/two_hosts.py --gbps 1 -- python train.py trainer.max_steps=20
 
-Makes two network namespaces joined by a veth pair whose both ends are limited by `tc tbf`, runs one
-rank in each under torchrun, on a core of its own, and takes everything away again, also after an
-error or Ctrl-C. The limit is on all traffic between the two, gradients too, and adds no latency:
-tbf cannot, and netem is not asked for. gloo at times sends the two directions of an exchange one after
-another; it then takes twice as long as on the link of link=throttled.
+Makes two network namespaces joined by a veth pair whose both ends are limited by `tc tbf`, runs
+one rank in each under torchrun, on a core of its own, and takes everything away again, also after
+an error or Ctrl-C. The limit is on all traffic between the two, gradients too, and adds no
+latency: tbf cannot, and netem is not asked for. gloo at times sends the two directions of an
+exchange one after another; it then takes twice as long as on the link of link=throttled.
 """
 
 if __name__ == "__main__":
