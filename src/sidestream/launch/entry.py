@@ -26,6 +26,8 @@ from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
+from sidestream.tracking import lock
+from sidestream.tracking.integrity import check_given
 from sidestream.tracking.untrusted import printable
 
 _typed: list[str] = []  # the arguments before `resume=` or `resume_sweep=` was expanded
@@ -50,7 +52,8 @@ def run(main: Callable[[], None], *, shows_status: bool = True) -> NoReturn:
             status.begin()
             status.say("composing the configuration")
         # Hydra wants its flags in front.
-        sys.argv[1:] = resume.rewrite(sweeps.rewrite(arguments.without_null([*flags, *overrides])))
+        plain = resume.without_strict(arguments.without_null([*flags, *overrides]))
+        sys.argv[1:] = resume.rewrite(sweeps.rewrite(plain))
         main()
     except Exception as error:
         if not is_of_user(error) and not is_of_place(error):
@@ -114,12 +117,17 @@ class BeforeRun(Callback):
         cfg = of_the_task(config, folder=folder)
         layout = check(cfg, **torchrun.world())
         if cfg.resume is None:
+            _check_initial_weights(cfg.initial_weights)
             _claim(folder)
+            lock.hold(folder, key="hydra.run.dir")
         elif Path(cfg.resume).absolute() != folder:
             why = "only the command line can resume a run"
             raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
         else:
-            for line in resume.check_changes(folder, new=resolve(cfg), layout=layout):
+            status.say("checking the checkpoints")
+            chosen = resume.choose(folder)
+            changes = resume.check_changes(folder, new=resolve(cfg), layout=layout, done=chosen.step)
+            for line in [*chosen.lines, *changes]:
                 status.line(line)
 
 
@@ -132,6 +140,14 @@ def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:
     with read_write(cfg), open_dict(cfg):
         del cfg["hydra"]
     return cfg
+
+
+def _check_initial_weights(value: str | None) -> None:
+    """Verifies one of our checkpoints; Hugging Face folders have no checksums."""
+    folder = Path(value or "").expanduser()
+    if value is not None and (folder / ".metadata").exists():
+        lines = check_given(folder, key="initial_weights", needs=(".metadata",))
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
 def _claim(folder: Path) -> None:
@@ -159,6 +175,9 @@ def start(cfg: DictConfig) -> None:
     layout = check(cfg, **torchrun.world())
     plain = resolve(cfg)
     if cfg.resume is not None:
+        chosen = resume.chosen or resume.choose(folder)
+        plain["resume"] = str(chosen.folder)  # the ranks take the one that was checked
+        resume.clear_up(folder, chosen.passed)
         resume.keep_previous(folder)
     save_resolved(folder, plain)
     choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}
