@@ -1,5 +1,10 @@
 """Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt=<text>]`."""
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import sys
 from pathlib import Path

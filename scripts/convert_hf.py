@@ -1,10 +1,10 @@
 """Hugging Face checkpoints of Mixtral, OLMoE and Qwen3-MoE, in and out.
 
-    python scripts/convert_hf.py describe <hf folder>                 the overrides that make train.py build this model
-    python scripts/convert_hf.py import <hf folder> <new folder>      a Sidestream checkpoint and a model YAML
-    python scripts/convert_hf.py export <run folder> <new folder>     a folder for transformers' from_pretrained
-                                        of a run with classes of yours: 'trusted_targets=[my_package]' beside
-    python scripts/convert_hf.py fields                               which fields of config.json are understood
+    python scripts/convert_hf.py describe <hf folder>            the overrides that build this model
+    python scripts/convert_hf.py import <hf folder> <new folder> a checkpoint and a model YAML
+    python scripts/convert_hf.py export <run folder> <new folder> a folder for transformers
+                                   of a run with your classes: and 'trusted_targets=[my_package]'
+    python scripts/convert_hf.py fields                          fields of config.json and what they mean
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 
@@ -13,7 +13,11 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import re
 import shlex
@@ -24,6 +28,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from sidestream import scripts
 from sidestream.config import trust
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.convert.families import model_options
@@ -244,9 +249,7 @@ def is_token(value: object, vocab_size: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = scripts.parser(__doc__, whole=True)
     parser.add_argument("direction", choices=["describe", "import", "export", "fields"])
     parser.add_argument("source", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
@@ -276,4 +279,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)
