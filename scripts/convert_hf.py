@@ -30,6 +30,8 @@ from sidestream import scripts
 from sidestream.config import trust
 from sidestream.config.errors import ConfigError
 from sidestream.convert.families import config_json, model_options
+from sidestream.launch import status
+from sidestream.tracking import latest
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -100,6 +102,7 @@ def import_(source: Path, out: Path) -> None:
     yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["tiny", "_self_"], **options["model"]}))
     (out / "model" / "imported.yaml").write_text(yaml, encoding="utf-8")
     router = " ".join(overrides({"router": options["router"]}))
+    status.end()
     print(f"python train.py -cd {out} model=imported {router} initial_weights={out / 'checkpoint'}")
 
 
@@ -140,6 +143,7 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
 
     shape = build.model_shape(cfg, vocab_size=vocab_size)
     write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target)
+    status.end()
     print(f"{out}: {config['architectures'][0]} from {choice.folder}")
 
 
@@ -157,12 +161,14 @@ def main() -> int:
         if arguments.direction == "describe":
             describe(arguments.source)
         elif arguments.direction == "import":
+            status.say("importing the weights")
             import_(arguments.source, arguments.out)
         else:
             trusted = trust.believed(sys.argv[1:])
             if trusted:
                 sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
-            export(arguments.source, arguments.out, dtype=arguments.dtype, trusted=trusted)
+            status.say("exporting the weights")
+            export(latest.run(arguments.source), arguments.out, dtype=arguments.dtype, trusted=trusted)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -170,4 +176,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    scripts.run(main)
+    scripts.run(main, shows_status=True)
