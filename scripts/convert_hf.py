@@ -35,7 +35,9 @@ from sidestream.convert.families import model_options
 from sidestream.convert.fields import FIELDS, markdown, markdown_common
 from sidestream.convert.folder import ModelFolder
 from sidestream.convert.target import config_json
+from sidestream.launch import status
 from sidestream.launch.record import load_resolved
+from sidestream.tracking import latest
 from sidestream.tracking.untrusted import Unreadable, printable, read_json
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -123,6 +125,7 @@ def import_(source: Path, out: Path) -> None:
         _write_yaml(aside / "model" / "imported.yaml", {"defaults": ["tiny", "_self_"], **options["model"]})
         # Beside the checkpoint, as in a run: a model that starts from it is compared with it.
         _write_yaml(aside / ".hydra" / "resolved.yaml", options)
+    status.end()
     print(told, file=sys.stderr)
     router = overrides({"router": options["router"]})
     words = ["-cd", str(out), "model=imported", *router, f"initial_weights={out / 'checkpoint'}"]
@@ -201,6 +204,7 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
 
     names = [name for name in entries if not name.endswith("selection_bias")]
     write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target, check=check)
+    status.end()
     print(f"{out}: {config['architectures'][0]} from {choice.folder}; {told[0]}")
 
 
@@ -266,12 +270,14 @@ def main() -> int:
         elif arguments.direction == "describe":
             describe(arguments.source)
         elif arguments.direction == "import":
+            status.say("importing the weights")
             import_(arguments.source, arguments.out)
         else:
             trusted = trust.believed(sys.argv[1:])
             if trusted:
                 sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
-            export(arguments.source, arguments.out, dtype=arguments.dtype, trusted=trusted)
+            status.say("exporting the weights")
+            export(latest.run(arguments.source), arguments.out, dtype=arguments.dtype, trusted=trusted)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -279,4 +285,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    scripts.run(main)
+    scripts.run(main, shows_status=True)
