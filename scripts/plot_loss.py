@@ -3,7 +3,11 @@
 python scripts/plot_loss.py logs/train/<run> [more run folders] --out docs/loss.png
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from sidestream.tracking import names
+from sidestream import scripts
+from sidestream.launch import status
+from sidestream.tracking import latest, names
 from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
 from sidestream.tracking.folder import RunFolder, is_count, is_figure
 from sidestream.tracking.result import misfit
@@ -21,21 +27,24 @@ BASELINE_STYLES = {"bigram": (0, (6, 3)), "trigram": (0, (2, 2))}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder")
+    parser = scripts.parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder, or latest")
     parser.add_argument("--out", type=Path, required=True, help="picture to write, e.g. docs/loss.png")
     arguments = parser.parse_args(argv)
     try:
+        arguments.folders = [latest.run(folder) for folder in arguments.folders]
         runs = [read_run(folder) for folder in arguments.folders]
         check_same_data(arguments.folders, [result for _, result in runs])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    status.say("drawing")
     figure = draw(
         [records for records, _ in runs], [result for _, result in runs], labels(arguments.folders, runs)
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=150)
+    status.end()
     print(arguments.out)
     return 0
 
@@ -133,4 +142,4 @@ def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main, shows_status=True)
