@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 import sys
 import traceback
@@ -18,11 +19,10 @@ from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.help import help_text
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
-from sidestream.launch import arguments, failures, resume, sweeps, torchrun
+from sidestream.launch import arguments, failures, resume, stopping, sweeps, terminal, torchrun
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.launch.scratch import scratch
-from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
 from sidestream.tracking.folder import write_text_atomic
@@ -33,6 +33,7 @@ _typed: list[str] = []  # the arguments before `resume=` or `resume_sweep=` was 
 def run(main: Callable[[], None]) -> NoReturn:
     """Runs a function decorated with `@hydra.main` and ends the process with the documented exit code."""
     die_with_parent(signal.SIGTERM)
+    terminal.outlive()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints and exits before we can explain
     register()
     sys.path.append(os.getcwd())  # the user's package may lie here
@@ -46,6 +47,9 @@ def run(main: Callable[[], None]) -> NoReturn:
         if not is_of_user(error):
             raise
         _refuse(error)
+    except KeyboardInterrupt:
+        print("stopped before a run began", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     finally:
         torchrun.release()
     sys.exit(0)
@@ -162,8 +166,20 @@ def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     """Runs a run of one rank in this process and returns its exit code."""
     with scratch() as shared:
         os.environ.update(rank_environment(layout, rank=0, store=shared / "store"))
-        env = RankEnv.from_environ()
-        code = run_rank(cfg, layout=layout, folder=folder, env=env, hard_stop=SECONDS_TO_STOP)
+
+        def give_up(number: int, why: str) -> NoReturn:
+            failures.interrupted(folder, why)
+            shutil.rmtree(shared, ignore_errors=True)
+            os._exit(128 + number)
+
+        stopping.install()
+        stopping.watch(give_up)
+        try:
+            code = run_rank(cfg, layout=layout, folder=folder, env=RankEnv.from_environ())
+        except stopping.Stop:
+            code = 128 + (stopping.requested() or signal.SIGTERM)
+    if code > 128:
+        failures.interrupted(folder)
     if code in (1, 2):
         failures.report(folder, failures.cause(failures.recorded(folder)), world_size=1, debug=cfg.debug)
     return code

@@ -23,13 +23,14 @@ TRAINING = "training"
 VALIDATING = "validating"
 SAVING = "saving a checkpoint"
 FINISHING = "finishing"
+UPLOADING = "finishing the loggers"
 LEAVING = "leaving"
 
 BEFORE_TRAINING = (STARTING, READING, BUILDING, MEETING, LOADING)  # a stop here leaves nothing that is lost
 GRACE = 15.0  # seconds beyond the time-out of the groups, whose own error says more
 
 # Seconds without a sign of life that are allowed at least: nobody waits in a group there, and disks are slow.
-_AT_LEAST = {STARTING: 120.0, READING: 600.0, BUILDING: 600.0, LOADING: 600.0, FINISHING: 300.0}
+_AT_LEAST = {STARTING: 120.0, READING: 600.0, BUILDING: 600.0, LOADING: 600.0, UPLOADING: 600.0}
 _LEAVING = 30.0
 
 # turn (odd while it is written), beats, step, entered, time-out, name, what it does
@@ -85,12 +86,13 @@ def open_file(scratch: Path | None, rank: int) -> None:
     """
     global _memory
     _memory = bytearray(_LAYOUT.size)
+    now = _now if _now.entered else replace(_now, entered=time.monotonic())
     if scratch is not None:
         with contextlib.suppress(OSError), _file(scratch, rank).open("w+b") as file:
             file.write(bytes(_LAYOUT.size))  # written, not only reserved: a full disk would be a SIGBUS later
             file.flush()
             _memory = mmap.mmap(file.fileno(), _LAYOUT.size)
-    _write(_now)
+    _write(now)
 
 
 def enter(name: str, *, step: int | None = None) -> None:
