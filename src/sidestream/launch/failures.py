@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sidestream.config.errors import ConfigError, PlainError
+from sidestream.launch import waiting
 from sidestream.launch.phase import Phase
 from sidestream.launch.record import LAUNCH, Launch
 from sidestream.tracking.folder import RunFolder, write_json_atomic
@@ -57,10 +58,13 @@ def clear(folder: Path) -> None:
 def record(folder: Path, *, rank: int, error: BaseException) -> Failure:
     """Leaves the error of this rank where the starting process finds it."""
     config = isinstance(error, ConfigError)
-    plain = config or isinstance(error, PlainError)
-    line = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
+    waited = waiting.explain(error)
+    line = traceback.format_exception_only(error)[-1].strip()
+    if config or isinstance(error, PlainError):
+        line = str(error)
     text = "" if isinstance(error, PlainError) else "".join(traceback.format_exception(error))
-    failure = Failure(rank, time.time(), " ".join(line.split()), text, config)
+    shown = "" if waited is not None else text
+    failure = Failure(rank, time.time(), " ".join((waited or line).split()), shown, config)
     with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
         log.write(text)
     (folder / "failures").mkdir(parents=True, exist_ok=True)
@@ -84,6 +88,11 @@ def silent(folder: Path, rank: int, seconds: float, where: Phase, *, stopped: bo
     how = "stopped by a signal" if stopped else "no sign of life"
     error = f"{how} for {seconds:.0f} s, in: {where}; ended"
     return Failure(rank, time.time(), f"{error}; see {folder / f'rank{rank}.log'}")
+
+
+def any_recorded(folder: Path) -> bool:
+    """Whether a rank has recorded an error."""
+    return (folder / "failures").is_dir() and any((folder / "failures").glob("rank*.json"))
 
 
 def recorded(folder: Path) -> list[Failure]:

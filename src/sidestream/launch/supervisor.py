@@ -60,7 +60,7 @@ def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
         try:
             for number in range(layout.world_size):
                 ranks.append(_start(folder, number, layout=layout, store=shared / "store"))
-            _Watch(ranks, signals, shared).until_the_end()
+            _Watch(folder, ranks, signals, shared).until_the_end()
         finally:
             for rank in ranks:
                 kill_group(rank.process)
@@ -113,8 +113,8 @@ def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> Rank:
 class _Watch:
     """Follows ranks until each has ended by itself or been killed."""
 
-    def __init__(self, ranks: list[Rank], signals: Signals, shared: Path) -> None:
-        self._ranks, self._signals, self._shared = ranks, signals, shared
+    def __init__(self, folder: Path, ranks: list[Rank], signals: Signals, shared: Path) -> None:
+        self._folder, self._ranks, self._signals, self._shared = folder, ranks, signals, shared
         self._silence = Silence(
             lambda: {rank.number: phase.read(shared, rank.number) for rank in self._running},
             lambda: {rank.number: rank.process.pid for rank in self._running},
@@ -133,6 +133,9 @@ class _Watch:
                 rank.returncode = rank.process.poll()
                 if rank.returncode is not None:
                     self._ended(rank, rank.returncode)
+            if self._deadline == float("inf") and failures.any_recorded(self._folder):
+                # It may need long to end: a library waits for what is under way.
+                self._deadline = time.monotonic() + SECONDS_AFTER_FAILURE
             if self._signals.received and self._asked is None:
                 now = phase.read(self._shared, 0)
                 print(stopping.answer(now), file=sys.stderr, flush=True)
