@@ -3,6 +3,7 @@
     python scripts/convert_hf.py describe <hf folder>                 the overrides that make train.py build this model
     python scripts/convert_hf.py import <hf folder> <new folder>      a Sidestream checkpoint and a model YAML
     python scripts/convert_hf.py export <run folder> <new folder>     a folder for transformers' from_pretrained
+                                        of a run with classes of yours: 'trusted_targets=[my_package]' beside
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 
@@ -12,6 +13,7 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from datetime import timedelta
@@ -20,6 +22,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from sidestream.config import trust
 from sidestream.config.errors import ConfigError
 from sidestream.convert.families import config_json, model_options
 
@@ -92,13 +95,14 @@ def import_(source: Path, out: Path) -> None:
     print(f"python train.py -cd {out} model=imported {router} initial_weights={out / 'checkpoint'}")
 
 
-def export(run: Path, out: Path, *, dtype: str | None) -> None:
+def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None = None) -> None:
     """Write the newest checkpoint of a run for transformers, one tensor at a time."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     from sidestream import build
     from sidestream.convert.huggingface import write_huggingface
+    from sidestream.launch.stored import read_config
     from sidestream.lightning.checkpoint import checkpoints
     from sidestream.parallel.weights import PREFIX
 
@@ -107,9 +111,10 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
         raise ConfigError(
             "run", run, "no checkpoint in it", expected="a run folder", fix="run=<such a folder>"
         )
-    cfg: Any = OmegaConf.load(run / ".hydra" / "resolved.yaml")
-    if build.make(cfg.overlap).changes_model:
-        why = f"trained with overlap={getattr(build.make(cfg.overlap), 'name', '?')}, whose model transformers has not"
+    cfg = read_config(run, trusted=trusted or [])
+    schedule = build.make(cfg, "overlap")
+    if schedule.changes_model:
+        why = f"trained with overlap={getattr(schedule, 'name', '?')}, whose model transformers has not"
         raise ConfigError(
             "run", run, why, expected="a run whose schedule computes the plain model", fix="another run"
         )
@@ -140,7 +145,8 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the exported weights")
-    arguments = parser.parse_args()
+    typed = f"{trust.KEY}="
+    arguments = parser.parse_args([word for word in sys.argv[1:] if not word.startswith(typed)])
     if arguments.direction != "describe" and arguments.out is None:
         parser.error(f"{arguments.direction} needs a folder to write")
     try:
@@ -149,7 +155,10 @@ def main() -> int:
         elif arguments.direction == "import":
             import_(arguments.source, arguments.out)
         else:
-            export(arguments.source, arguments.out, dtype=arguments.dtype)
+            trusted = trust.believed(sys.argv[1:])
+            if trusted:
+                sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
+            export(arguments.source, arguments.out, dtype=arguments.dtype, trusted=trusted)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -27,6 +27,7 @@ from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.worker import RankEnv
 from sidestream.measure import environment
 from sidestream.measure.overlap_work import UnitWork, unit_input
+from sidestream.measure.summary import summarize
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.world import join_world, leave_world
 from sidestream.tracking.folder import write_json_atomic
@@ -92,13 +93,14 @@ def main(argv: list[str] | None = None) -> int:
                 OmegaConf.resolve(cfg)
                 times = rounds_of(unit_of(cfg), rounds=arguments.rounds, warmup=arguments.warmup)
                 ratios = [b / a for a, b in zip(times["serial"], times["overlapped"])]
-                quarters = statistics.quantiles(ratios, n=4)
+                ratio = summarize(ratios)
                 found[name] = {
                     "serial_ms": statistics.median(times["serial"]),
                     "overlapped_ms": statistics.median(times["overlapped"]),
-                    "ratio": statistics.median(ratios),
-                    "ratio_q1": quarters[0],
-                    "ratio_q3": quarters[2],
+                    "ratio": ratio["median"],
+                    "ratio_q1": ratio["q1"],
+                    "ratio_q3": ratio["q3"],
+                    "rounds_ms": times,
                 }
                 line = found[name]
                 print(

@@ -17,6 +17,7 @@ from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
+from sidestream.parallel.checkpoint_reader import load_meta
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.weights import load_weights
 from sidestream.parallel.world import join_world, leave_world
@@ -24,15 +25,24 @@ from sidestream.parallel.world import join_world, leave_world
 TEMPERATURE = 0.8
 
 
-def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path) -> dict[str, Any]:
+def evaluate(
+    cfg: DictConfig,
+    *,
+    layout: Layout,
+    env: RankEnv,
+    checkpoint: Path,
+    prompt: str | None = None,
+    num_tokens: int = 200,
+) -> dict[str, Any]:
     """Load a checkpoint on one rank and measure it.
 
     Args:
-        cfg: The run's resolved config for one rank, with `sample.prompt` (None: the data's example) and
-            `sample.num_tokens`.
+        cfg: The run's resolved config for one rank.
         layout: One rank.
         env: One rank.
         checkpoint: A checkpoint folder.
+        prompt: What is continued, taken as it is; None: the data's example.
+        num_tokens: Tokens that are generated.
 
     Returns:
         `val_loss` in nats per `unit` (byte or token), over the same sequences as in training; `prompt` and `sample`,
@@ -42,8 +52,8 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
     owns_world = join_world(env, device, timeout=timeout)
     try:
-        source: DataSource = build.make(cfg.data)
-        text = source.example_prompt if cfg.sample.prompt is None else cfg.sample.prompt
+        source: DataSource = build.make(cfg, "data")
+        text = source.example_prompt if prompt is None else prompt
         corpus = source.load()
         check_corpus(corpus, checkpoint)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
@@ -55,12 +65,12 @@ def evaluate(cfg: DictConfig, *, layout: Layout, env: RankEnv, checkpoint: Path)
         with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             loss = validation_loss(model, cfg, corpus, device, micro_batch_size=layout.micro_batch_size)
             # A model needs something to continue: at least the end of another document.
-            prompt = source.encode(text) or [corpus.eos_token or 0]
+            begin = source.encode(text) or [corpus.eos_token or 0]
             tokens = generate(
                 model,
-                torch.tensor([prompt], device=device),
+                torch.tensor([begin], device=device),
                 vocab_size=corpus.vocab_size,
-                num_tokens=cfg.sample.num_tokens,
+                num_tokens=num_tokens,
                 context=cfg.data.seq_length,
                 generator=torch.Generator(device).manual_seed(cfg.seed),
             )
@@ -76,7 +86,7 @@ def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
 
     Text that changed since is split, and with bpe also numbered, in another way: the loss would mean nothing.
     """
-    trained = torch.load(checkpoint / "meta.pt", weights_only=True)["sidestream"]["data_checksum"]
+    trained = str(load_meta(checkpoint)["sidestream"].get("data_checksum"))
     if corpus.checksum != trained:
         raise ConfigError(
             "run",

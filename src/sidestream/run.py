@@ -73,7 +73,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     _quiet()
     run_folder, launch = RunFolder(folder), Launch.load(folder) if env.rank == 0 else None
     phase.enter(phase.READING)
-    corpus: Corpus = build.make(cfg.data).load()
+    corpus: Corpus = build.make(cfg, "data").load()
     phase.enter(phase.BUILDING)
     counts = _account(cfg, corpus)
     start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
@@ -128,7 +128,7 @@ def _fit(
         expert_parallel_size=layout.expert_parallel_size,
         reduction=build.reduction(cfg),
         timeout_seconds=cfg.strategy.timeout_seconds,
-        graph=build.make(cfg.graph),
+        graph=build.make(cfg, "graph"),
         store=torchrun.store,
     )
     common: dict[str, Any] = {
@@ -203,7 +203,7 @@ def _module(
             num_sequences=layout.micro_batch_size,
         ),
         build_optimizer=build.optimizer_builder(cfg),
-        factor=build.make(cfg.scheduler, max_steps=cfg.trainer.max_steps),
+        factor=build.make(cfg, "scheduler", max_steps=cfg.trainer.max_steps),
         recipe=Recipe(
             seed=cfg.seed,
             global_batch_size=cfg.data.global_batch_size,
@@ -213,7 +213,7 @@ def _module(
             autocast=build.PRECISIONS[cfg.trainer.precision][1] is not None,
             data_checksum=corpus.checksum,
             changes_model=bool(start.changes_model),
-            function=getattr(build.make(cfg.overlap), "function", "plain"),
+            function=getattr(build.make(cfg, "overlap"), "function", "plain"),
             initial_weights=build.initial_weights(cfg),
         ),
         recorder=recorder,
@@ -285,8 +285,8 @@ def _resume_from(cfg: DictConfig) -> Path | None:
 
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
-    top_k = build.make(cfg.router).top_k  # a user's own router may fix it
-    schedule = build.make(cfg.overlap)
+    top_k = build.make(cfg, "router").top_k  # a user's own router may fix it
+    schedule = build.make(cfg, "overlap")
     with torch.device("meta"):
         added = schedule.extra(shape).values() if hasattr(schedule, "extra") else ()
         extra = sum(p.numel() for module in added for p in module.parameters())
@@ -312,10 +312,11 @@ def _start_result(
         seed=cfg.seed,
         precision=cfg.trainer.precision,
         data_checksum=corpus.checksum,
+        data=corpus.record,
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,
-        changes_model=bool(build.make(cfg.overlap).changes_model or cfg.router.get("force_balance")),
+        changes_model=bool(build.make(cfg, "overlap").changes_model or cfg.router.get("force_balance")),
         metrics=Metrics(baselines=Baselines(**ngram_baselines(corpus)) if launch else Baselines()),
         versions=package_versions(),
         commit=f"{commit}-dirty" if commit and dirty else commit,
@@ -433,6 +434,9 @@ def _loggers(
 def _show_start(
     progress: RichProgress, start: RunResult, corpus: Corpus, batches: StatefulLoader, folder: Path
 ) -> None:
+    log.info("data: %s", corpus.record.line())
+    for warning in corpus.record.warnings():
+        log.warning("data: %s", warning)
     baselines = start.metrics.baselines
     counts = {"bigram": baselines.bigram, "trigram": baselines.trigram}
     rows = batches.rows

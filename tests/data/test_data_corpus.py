@@ -50,7 +50,12 @@ def test_written_tokens_are_read_back_mapped_and_read_only(tmp_path):
     corpus = read_corpus(tmp_path / "c")
     assert (corpus.train_tokens.tobytes(), corpus.val_tokens.tobytes()) == (TRAIN, VAL)
     assert not corpus.train_tokens.flags.writeable
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["corpus.json", "train.bin", "val.bin"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
+        "corpus.json",
+        "record.json",
+        "train.bin",
+        "val.bin",
+    ]
 
 
 def test_checksum_tells_corpora_apart(tmp_path):

@@ -28,20 +28,20 @@ def text(folder, *more):
     return ["data=text", f"data.files=[{folder}/*.txt]", "data.val_fraction=0.3", *more]
 
 
-def evaluated(rank, world, *, overrides, checkpoint):
+def evaluated(rank, world, *, overrides, checkpoint, prompt=None):
     from omegaconf import OmegaConf
 
     from sidestream.evaluate import evaluate
 
     cfg = OmegaConf.create(overrides)
-    cfg.sample = {"num_tokens": 8, "prompt": None}
     layout = check(cfg, world_size=1, device_count=0)
-    return evaluate(cfg, layout=layout, env=RankEnv(0, 0, 1, 1, "file:///not-used"), checkpoint=checkpoint)
+    env = RankEnv(0, 0, 1, 1, "file:///not-used")
+    return evaluate(cfg, layout=layout, env=env, checkpoint=checkpoint, prompt=prompt, num_tokens=8)
 
 
-def evaluate_run(folder, *overrides):
+def evaluate_run(folder, *overrides, prompt=None):
     cfg, _ = compose_run(list(overrides), world=1)
-    return ranks(1).run(evaluated, overrides=cfg, checkpoint=checkpoints(folder)[-1])[0]
+    return ranks(1).run(evaluated, overrides=cfg, checkpoint=checkpoints(folder)[-1], prompt=prompt)[0]
 
 
 @pytest.mark.full
@@ -84,9 +84,13 @@ def test_a_packed_run_resumes_bit_identically(tmp_path):
 def test_a_run_is_evaluated_to_the_same_loss_with_a_sample(tmp_path, options, unit, vocab_size):
     options = [option.format(tmp_path) for option in options]
     (result,) = fit(tmp_path / "run", *options, world=1)
-    found = evaluate_run(tmp_path / "run", *options)
+    prompt = "x${seed}y${HOME}" if unit == "byte" else None
+    found = evaluate_run(tmp_path / "run", *options, prompt=prompt)
     assert found["val_loss"] == pytest.approx(result["metrics"]["val_loss"], rel=1e-6)
-    assert found["unit"] == unit and found["sample"]
+    assert found["unit"] == unit and found["sample"] and found["prompt"] == (prompt or "")
+    account = result["data"]
+    assert account["documents"] == {"train": None, "val": None} or sum(account["documents"].values()) == 120
+    assert all(account["tokens"].values())
     counts = result["metrics"]["baselines"]
     assert (counts["bigram"] is None) == (counts["trigram"] is None) == (vocab_size > 256)
     embedding = tensors(checkpoints(tmp_path / "run")[-1])["state_dict.model.embedding.weight"]

@@ -246,10 +246,8 @@ def dies(rank: int, world: int) -> None:
 
 
 def test_a_dead_rank_ends_the_others_with_a_message() -> None:
-    begin = time.monotonic()
     with pytest.raises(AssertionError, match="rank 1 of the expert-parallel group has ended"):
         ranks(2).run(dies)
-    assert time.monotonic() - begin < 20
 
 
 def fails(rank: int, world: int) -> None:

@@ -20,6 +20,13 @@ exec("""
 import json, os, signal, time
 from pathlib import Path
 
+def gone(folder):  # rank 1 has ended, whether or not anybody has asked how
+    found = folder / "pid1"
+    if not found.exists() or not found.read_text():
+        return False
+    status = Path("/proc", found.read_text(), "stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
+
 def train(cfg, *, layout, folder, env):
     from sidestream.launch import stopping
     behaviour = cfg.name
@@ -29,13 +36,15 @@ def train(cfg, *, layout, folder, env):
         if behaviour == "raises":
             raise RuntimeError("the wheel came off")
         if behaviour == "killed":
+            (folder / "pid1").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "hangs":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif behaviour in ("killed", "raises"):
         while behaviour == "raises" and not (folder / "failures").exists():
             time.sleep(0.02)
-        time.sleep(0.3)
+        while behaviour == "killed" and not gone(folder):
+            time.sleep(0.02)
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:5")
     elif behaviour == "hangs":
         raise ValueError("rank 0 has a bug")

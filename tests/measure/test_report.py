@@ -3,7 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from sidestream.measure.report import add_statistics, draw, print_tables, summarize
+from sidestream.measure.report import add_statistics, draw, print_tables
+from sidestream.measure.summary import summarize
 
 
 def rounds(forward, backward):

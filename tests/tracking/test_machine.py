@@ -3,6 +3,7 @@ import torch
 
 from sidestream.tracking import machine
 from sidestream.tracking.machine import gpu_peak, memory_reader, peak
+from tests.clock import virtual_time
 
 CPU = torch.device("cpu")
 
@@ -44,12 +45,13 @@ def test_a_stated_peak_and_none():
 def test_a_cpu_is_measured_once_and_the_random_numbers_stay():
     machine.cpu_peak.cache_clear()
     before = torch.get_rng_state()
-    found = peak("auto", device=CPU, dtype=torch.float32)
-    assert 1e8 < found.flops < 1e14
-    assert found.source.startswith("measured: ")
-    assert "fp32" in found.source
+    with virtual_time(machine, tick=0.02):  # a product takes one tick, more than a 1024 x 1024 one should
+        found = peak("auto", device=CPU, dtype=torch.float32)
+    assert found.flops == pytest.approx(2 * 512**3 / 0.02)
+    assert found.source.startswith("measured: best matmul of 512 x 512, fp32")
     assert torch.equal(torch.get_rng_state(), before)
     assert peak("auto", device=CPU, dtype=torch.float32) is found
+    machine.cpu_peak.cache_clear()
 
 
 def test_memory_of_this_process():

@@ -20,6 +20,16 @@ KEYS = {
     "params_active": None,
     "flops_per_token": None,
     "changes_model": None,
+    "data": {
+        "documents": {"train": None, "val": None},
+        "tokens": {"train": None, "val": None},
+        "dropped": {},
+        "replaced_characters": None,
+        "zero_bytes": None,
+        "separators": None,
+        "shared_documents": None,
+        "notes": None,
+    },
     "metrics": {
         "train_loss": None,
         "val_loss": None,

@@ -1,5 +1,9 @@
 """The one exception for a wrong configuration."""
 
+from sidestream.tracking.untrusted import printable
+
+_LONGEST = 2000  # characters of a message
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. `str()` is one line: `key=value: why; expected ...; set X=Y`.
@@ -15,7 +19,8 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, why: str, *, expected: str, fix: str) -> None:
         expected = expected.removeprefix("expected ")
         advice = f"set {fix}" if "=" in fix and not fix.startswith(("set ", "run ", "remove ")) else fix
-        super().__init__(f"{key}={as_typed(value)}: {why}; expected {expected}; {advice}")
+        line = f"{key}={as_typed(value)}: {why}; expected {expected}; {advice}"
+        super().__init__(printable(line, limit=_LONGEST))  # any part of it may be from somebody's file
         self.key = key
         self.value = value
 

@@ -251,6 +251,7 @@ class TextFiles(Documents):
     files: list[str] = key()
     val_files: list[str] = key()
     separator: str | None = key()
+    encoding: str = key()
 
 
 @dataclass

@@ -1,11 +1,13 @@
 """What a data source is, and what it gives: a corpus of tokens."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+
+from sidestream.tracking.data_record import DataRecord
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Corpus:
         folder: Where derived values may be cached; None for a corpus in memory.
         eos_token: The last token of every document; None if the corpus does not say where documents end.
         unit: What one token is, for people who read losses.
+        record: What became of the source; a user's own may leave it out.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Corpus:
     folder: Path | None = None
     eos_token: int | None = None
     unit: str = "token"
+    record: DataRecord = field(default_factory=DataRecord)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,19 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from sidestream.config.data_content import check_replaced
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
+from sidestream.data.record import Intake, content_hash
 from sidestream.data.store import SPLITS, Content, open_or_build
 from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from sidestream.tracking.data_record import DataRecord
 
 DEFAULT_VOCAB_SIZE = 4096  # of a trained tokenizer
 _FORMAT = 1  # a new number makes every cached corpus be built again
@@ -81,6 +84,11 @@ class DocumentSource(DataSource):
         return self._tokenizer.decode(tokens)
 
     @cached_property
+    def intake(self) -> Intake:
+        """What the present pass over `documents` has met; `documents` may add what it left out."""
+        return Intake()
+
+    @cached_property
     def _folder(self) -> Path:
         settings = [_FORMAT, self.val_fraction, self.tokenizer, self.vocab_size, self.identity()]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -92,14 +100,19 @@ class DocumentSource(DataSource):
 
     def _content(self) -> Content:
         if self.tokenizer == "bytes":
-            return Content(ByteTokenizer.vocab_size, self._parts(ByteTokenizer()))
+            record = partial(self._record, zeros_end_documents=True)
+            return Content(ByteTokenizer.vocab_size, self._parts(ByteTokenizer()), record=record)
         path = self._folder / _TOKENIZER
         size = DEFAULT_VOCAB_SIZE if self.vocab_size == "auto" else int(self.vocab_size)
         train = (document for split, document in self._split() if split == "train")
         BPETokenizer.train(train, vocab_size=size, path=path)
         tokenizer = BPETokenizer(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return Content(tokenizer.vocab_size, self._parts(tokenizer), {_TOKENIZER: digest})
+        record = partial(self._record, zeros_end_documents=False)
+        return Content(tokenizer.vocab_size, self._parts(tokenizer), {_TOKENIZER: digest}, record)
+
+    def _record(self, *, zeros_end_documents: bool) -> DataRecord:
+        return self.intake.record(zeros_end_documents=zeros_end_documents)
 
     def _parts(self, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray]]:
         """Encodes in batches: a tokenizer works on several documents at once."""
@@ -119,17 +132,22 @@ class DocumentSource(DataSource):
         """Pairs of split and content, empty documents left out.
 
         Raises:
-            ConfigError: A split has no document.
+            ConfigError: A split has no document, or the text is of another encoding.
         """
-        seen = set()
+        self.__dict__.pop("intake", None)  # a new pass
+        intake = self.intake
         for content, validation in self._with_one_cut():
+            digest = content_hash(content)
             if validation is None:
-                validation = _share(content) < self.val_fraction
+                validation = digest / 2**64 < self.val_fraction
             split = SPLITS[validation]
-            seen.add(split)
+            intake.take(split, content, digest)
             yield split, content
+        if self.tokenizer != "bytes":
+            encoding = getattr(self, "encoding", "utf-8")
+            check_replaced(f"data={self.name}", intake.replaced, intake.characters, encoding=encoding)
         for split in SPLITS:
-            if split not in seen:
+            if not intake.hashes[split]:
                 raise ConfigError(
                     "data.val_fraction",
                     self.val_fraction,
@@ -139,7 +157,7 @@ class DocumentSource(DataSource):
                 )
 
     def _with_one_cut(self) -> Iterator[Document]:
-        documents = (document for document in self.documents() if document.content)
+        documents = self._not_empty()
         first, second = next(documents, None), next(documents, None)
         if first is None:
             return
@@ -153,10 +171,12 @@ class DocumentSource(DataSource):
             yield second
         yield from documents
 
-
-def _share(content: bytes) -> float:
-    """A number in [0, 1) that looks random but depends on the content only."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+    def _not_empty(self) -> Iterator[Document]:
+        for document in self.documents():
+            if document.content:
+                yield document
+            else:
+                self.intake.dropped["empty"] += 1
 
 
 def _line_start(content: bytes, place: int) -> int:

@@ -68,17 +68,18 @@ class HuggingFace(DocumentSource):
         datasets = import_package("datasets", key="data", value=self.name)
         datasets.disable_progress_bars()
         try:
+            found = False
             for row in islice(self._open(datasets, split), self.max_documents):
-                if self.text_column not in row:
-                    columns = ", ".join(row)
-                    raise ConfigError(
-                        "data.text_column",
-                        self.text_column,
-                        f"the data set has the columns {columns}",
-                        expected="a column of text",
-                        fix="data.text_column=<one of them>",
-                    )
-                yield Document((row[self.text_column] or "").encode(), validation)
+                text = row.get(self.text_column)
+                if not found and self.text_column not in row:
+                    raise self._wrong_column(f"the data set has the columns {', '.join(row)}")
+                found = True
+                if text is None:
+                    self.intake.dropped[f"no {self.text_column}"] += 1
+                elif isinstance(text, str):
+                    yield Document(text.encode(errors="surrogatepass"), validation)
+                else:
+                    raise self._wrong_column(f"it holds {type(text).__name__} in split {split}, not text")
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, AttributeError, datasets.exceptions.DatasetsError) as error:
@@ -90,6 +91,10 @@ class HuggingFace(DocumentSource):
                 expected="a data set that the package datasets can read",
                 fix="data.dataset=<such a data set>",
             ) from error
+
+    def _wrong_column(self, why: str) -> ConfigError:
+        expected, fix = "a column of text", "data.text_column=<one of text>"
+        return ConfigError("data.text_column", self.text_column, why, expected=expected, fix=fix)
 
     def _open(self, datasets: Any, split: str) -> Any:
         folder = Path(self.dataset).expanduser()

@@ -4,11 +4,13 @@ import hashlib
 import os
 import sysconfig
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
+from sidestream.data.record import Intake, content_hash
 from sidestream.data.store import SPLITS, Content, open_or_build
 from sidestream.data.tokenizer import ByteTokenizer
 
@@ -81,10 +83,17 @@ class PythonSource(DataSource):
 
     def _build(self, root: Path, paths: list[str]) -> Content:
         splits: tuple[list[bytes], list[bytes]] = ([], [])
+        intake = Intake()
         for path in paths:
-            splits[is_validation(path, self.val_fraction)].append((root / path).read_bytes())
+            validation, content = is_validation(path, self.val_fraction), (root / path).read_bytes()
+            splits[validation].append(content)
+            if content:  # an empty __init__.py leaves two ends of a document side by side
+                intake.take(SPLITS[validation], content, content_hash(content))
+            else:
+                intake.dropped["empty"] += 1
         parts = [(name, _SEPARATOR.join(files)) for name, files in zip(SPLITS, splits)]
-        return Content(ByteTokenizer.vocab_size, parts)
+        record = partial(intake.record, zeros_end_documents=True)
+        return Content(ByteTokenizer.vocab_size, parts, record=record)
 
 
 def library_folder() -> Path:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,12 +14,13 @@ import numpy as np
 
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus
+from sidestream.tracking.data_record import SPLITS, DataRecord
 from sidestream.tracking.folder import sync_folder
 
-SPLITS = ("train", "val")
 WHOLE_BYTES = 256 * 2**20  # files up to this size are read whole to verify them
 _BLOCK, _BLOCKS = 64 * 1024, 256
 _INDEX = "corpus.json"
+_RECORD = "record.json"  # beside the index: a checksum is of the tokens, not of what is said about them
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Content:
         vocab_size: Decides the dtype of the files: `token_dtype`.
         parts: Pairs of a split and the tokens that follow there: bytes, or integers that fit the dtype.
         files: Other files of the folder, written before `parts` is consumed, name -> sha256 (hex).
+        record: Called once `parts` is consumed: what became of the source.
     """
 
     vocab_size: int
     parts: Iterable[tuple[str, bytes | np.ndarray]]
     files: Mapping[str, str] = field(default_factory=dict)
+    record: Callable[[], DataRecord] = DataRecord
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -96,6 +99,8 @@ def write_corpus(folder: Path, content: Content, *, name: str) -> None:
         index[split] = {"tokens": counts[split], "sha256": digests[split].hexdigest()}
         if (folder / f"{split}.bin").stat().st_size > WHOLE_BYTES:
             index[split]["sampled"] = file_digest(folder / f"{split}.bin")  # type: ignore[index]
+    record = replace(content.record(), tokens=dict(counts))
+    write_atomic(folder / _RECORD, json.dumps(record.as_dict(), indent=2).encode())
     write_atomic(folder / _INDEX, json.dumps(index, indent=2).encode())
 
 
@@ -126,6 +131,7 @@ def read_corpus(folder: Path) -> Corpus | None:
             val_tokens=tokens["val"],
             checksum=hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest(),
             folder=folder,
+            record=DataRecord(**json.loads((folder / _RECORD).read_bytes())),
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None

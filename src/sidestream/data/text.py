@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sidestream.config.data_files import expand_files, file_states
+from sidestream.config.data_content import check_text, never_occurs, wrong_encoding
+from sidestream.config.data_files import expand_files, file_states, without
 from sidestream.config.errors import ConfigError
 from sidestream.data.documents import Document, DocumentSource
 
@@ -21,21 +22,25 @@ class TextFiles(DocumentSource):
         files: Paths and globs (`**` for folders at any depth), from the current folder.
         val_files: The same for validation, left out of `files`; empty means by `val_fraction`.
         separator: Text that ends a document within a file (it is left out); None: each file is one document.
+        encoding: Of the files; what is not `utf-8` is read as it and kept as UTF-8.
     """
 
     files: list[str]
     val_files: list[str]
     separator: str | None = None
+    encoding: str = "utf-8"
 
     name: ClassVar[str] = "text"
 
     def documents(self) -> Iterator[Document]:
         validation = expand_files("data.val_files", self.val_files)
-        for path in expand_files("data.files", self.files):
-            if path not in validation:
-                yield from self._read(path, "data.files", False if validation else None)
+        training = without(expand_files("data.files", self.files), validation)
+        for path in training:
+            yield from self._read(path, "data.files", False if validation else None)
         for path in validation:
             yield from self._read(path, "data.val_files", True)
+        if self.intake.separators == 0:
+            raise never_occurs(self.separator or "", [*training, *validation], encoding=self.encoding)
 
     def identity(self) -> object:
         files = expand_files("data.files", self.files)
@@ -43,12 +48,24 @@ class TextFiles(DocumentSource):
             file_states(files),
             file_states(expand_files("data.val_files", self.val_files)),
             self.separator,
+            *([] if self.encoding == "utf-8" else [self.encoding]),
         ]
 
     def _read(self, path: Path, key: str, validation: bool | None) -> Iterator[Document]:
+        separator = None if self.separator is None else self.separator.encode()
+        check_text(key, path, encoding=self.encoding, replaces=self.tokenizer != "bytes")
         try:
-            for content in _cut(path, None if self.separator is None else self.separator.encode()):
+            if self.encoding == "utf-8":
+                parts = _cut(path, separator)
+            else:
+                content = path.read_bytes().decode(self.encoding).encode()
+                parts = iter([content] if separator is None else content.split(separator))
+            for place, content in enumerate(parts):
+                if separator is not None:
+                    self.intake.separators = (self.intake.separators or 0) + (place > 0)
                 yield Document(content, validation)
+        except UnicodeError as error:
+            raise wrong_encoding(path, f"not {self.encoding} ({error})", self.encoding, "utf-8") from error
         except OSError as error:
             raise ConfigError(
                 key, str(path), f"cannot be read ({error})", expected="readable files", fix=f"{key}=[<files>]"

@@ -12,11 +12,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from sidestream.config.data_content import check_tokens
 from sidestream.config.data_files import TOKEN_DTYPES, TokenFormat, token_format
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
+from sidestream.data.record import record_of_tokens
 from sidestream.data.store import block_starts, file_digest, map_tokens
 from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from sidestream.tracking.data_record import DataRecord
 
 _CHUNK = 2**20
 
@@ -64,6 +67,16 @@ class TokenFiles(DataSource):
             train, val = train[:cut], train[cut:]
         else:
             val = self._open("data.val_file", self.val_file, known)
+            if file_digest(Path(self.val_file).expanduser()) == file_digest(
+                Path(self.train_file).expanduser()
+            ):
+                raise ConfigError(
+                    "data.val_file",
+                    self.val_file,
+                    f"a copy of {self.train_file}, which is trained on",
+                    expected="other tokens",
+                    fix="data.val_file=null",
+                )
         checksum = self._checksum(known)
         folder = (
             Path(self.cache_dir).expanduser() / "tokens" / hashlib.sha256(checksum.encode()).hexdigest()[:16]
@@ -77,6 +90,9 @@ class TokenFiles(DataSource):
             folder=folder,
             eos_token=known.eos_token,
             unit="byte" if self.tokenizer == "bytes" else "token",
+            record=DataRecord(
+                tokens={"train": train.size, "val": val.size}, **record_of_tokens(train, val, known.eos_token)
+            ),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -119,6 +135,7 @@ class TokenFiles(DataSource):
 
     def _open(self, key: str, file: str, known: TokenFormat) -> np.ndarray:
         path = Path(file).expanduser()
+        check_tokens(key, path, known.dtype)
 
         def refuse(why: str) -> ConfigError:
             expected = f"one axis of {', '.join(TOKEN_DTYPES)}"

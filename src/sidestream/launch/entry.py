@@ -1,5 +1,6 @@
 """What `train.py` does before and after Hydra: errors in one line, exit codes, and starting the ranks."""
 
+import json
 import os
 import shlex
 import shutil
@@ -14,18 +15,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config import schema
+from sidestream.config import schema, trust
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.help import help_text
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
 from sidestream.launch import arguments, failures, resume, stopping, sweeps, terminal, torchrun
 from sidestream.launch.processes import die_with_parent
-from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch.record import Launch, as_config, save_resolved
 from sidestream.launch.scratch import scratch
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
-from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking.untrusted import printable
 
 _typed: list[str] = []  # the arguments before `resume=` or `resume_sweep=` was expanded
 
@@ -66,7 +67,7 @@ def _refuse(error: Exception) -> NoReturn:
     if "debug=true" in sys.argv:
         traceback.print_exception(error)
     _, overrides = arguments.split(sys.argv[1:])
-    print(f"error: {explain(error, overrides)}", file=sys.stderr, flush=True)
+    print(f"error: {printable(explain(error, overrides), limit=2000)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -131,10 +132,10 @@ def start(cfg: DictConfig) -> None:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     layout = check(cfg, **torchrun.world())
-    resolved = OmegaConf.create(resolve(cfg))
+    plain = resolve(cfg)
     if cfg.resume is not None:
         resume.keep_previous(folder)
-    write_text_atomic(folder / RESOLVED, OmegaConf.to_yaml(resolved))
+    save_resolved(folder, plain)
     choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}
     for name, nothing in (
         ("experiment", "none"),
@@ -152,6 +153,8 @@ def start(cfg: DictConfig) -> None:
         layout=layout,
     ).save(folder)
     failures.clear(folder)
+    resolved = as_config(plain)
+    os.environ[trust.VARIABLE] = json.dumps(plain[trust.KEY])  # the ranks believe this, and no file
     if torchrun.active():
         code = torchrun.lead(resolved, layout=layout, folder=folder)
     elif layout.world_size > 1:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import Layout
 from sidestream.launch import failures, stopping
+from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank
 
 if TYPE_CHECKING:
@@ -58,13 +59,15 @@ def follow() -> int:
     _meet().set(f"{_KEY}/read/{os.environ['RANK']}", "1")
     if not message:
         return 0
-    cfg = OmegaConf.create(message["config"])
+    cfg = as_config(message["config"])
     return _train(cfg, layout=Layout(**message["layout"]), folder=Path(message["folder"]))
 
 
 def lead(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     """Gives the resolved config to all ranks and trains as rank 0; returns the exit code."""
-    _publish({"config": OmegaConf.to_yaml(cfg), "layout": asdict(layout), "folder": str(folder)})
+    _publish(
+        {"config": OmegaConf.to_container(cfg, resolve=True), "layout": asdict(layout), "folder": str(folder)}
+    )
     return _train(cfg, layout=layout, folder=folder)
 
 

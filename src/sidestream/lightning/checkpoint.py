@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-FOLDER = "checkpoints"
-_NAME = re.compile(r"step-(\d+)")
+from sidestream.tracking.integrity import FOLDER, checkpoints, step_of
 
-
-def checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first. Half-written ones have another name."""
-    found = [p for p in (run_folder / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Committed steps of a checkpoint folder."""
-    match = _NAME.fullmatch(checkpoint.name)
-    if match is None:
-        raise ValueError(f"checkpoint={checkpoint}: expected a folder named step-<number>")
-    return int(match.group(1))
+__all__ = ["FOLDER", "SaveCheckpoints", "checkpoints", "step_of"]
 
 
 class SaveCheckpoints(Callback):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.lightning.checkpoint import checkpoints, step_of
 from sidestream.tracking import names
@@ -74,9 +74,7 @@ def build_loggers(
         identity=dict(identity),
         job_type=job_type,
     )
-    # Partial: an argument given to `instantiate` itself would be turned into a config first.
-    build = instantiate(logger_cfg, _partial_=True, _convert_="all")
-    return [build(context)]
+    return [construct("logger", logger_cfg, cfg, partial=True)(context)]
 
 
 def finish_loggers(loggers: Sequence[Logger], exit_code: int) -> None:

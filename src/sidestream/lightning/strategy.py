@@ -3,7 +3,8 @@
 setup_environment   process group with a time-out, meshes                       (every group is made here)
 begin_training      gradients become views of flat storage; ranks compare their copies
 run_step            attempt, check, commit; attempted again after an overflow
-save_checkpoint     shards beside, fsync, rename
+save_checkpoint     shards beside, checksums, fsync, rename
+load_checkpoint     weights and optimizer, and nothing that runs
 teardown            hooks; after a regular end `run.py` closes the dispatcher, and the groups last
 """
 
@@ -20,9 +21,16 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from sidestream.config.errors import ConfigError
 from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
@@ -30,11 +38,14 @@ from sidestream.launch import phase
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
+from sidestream.parallel.checkpoint_reader import CheckpointReader, load_meta, load_state, plain_errors
 from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import StepReport, TrainingStep
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.tracking import integrity
+from sidestream.tracking.folder import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -226,20 +237,71 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint folder: aside, synced, renamed. A kill never leaves it half written. Collective."""
+        """Write a checkpoint folder: aside, with its checksums, synced, renamed. A kill never leaves it half written.
+
+        Collective. A checkpoint of the same step, which a resume passed over, gives way when the new one is whole.
+        """
         final = Path(filepath)
-        partial = final.with_name(f".{final.name}.partial")
+        partial, replaced = (final.with_name(f".{final.name}.{what}") for what in ("partial", "old"))
         if self.is_global_zero:
             shutil.rmtree(partial, ignore_errors=True)
         self.barrier()
-        super().save_checkpoint(checkpoint, partial, storage_options)
+        with plain_errors():
+            super().save_checkpoint(checkpoint, partial, storage_options)
         self.barrier()
+        files = self._digests(partial)
         if self.is_global_zero:
             _sync_tree(partial)
-            shutil.rmtree(final, ignore_errors=True)
+            integrity.seal(partial, step=integrity.step_of(final), files=files)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final.exists():
+                final.rename(replaced)
             partial.rename(final)
-            _sync(final.parent)
+            sync_folder(final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
         self.barrier()
+
+    def _digests(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Sizes and checksums of all files; each rank reads those that it wrote. Collective."""
+        mine = list(folder.glob(f"__{self.global_rank}_*"))
+        if self.is_global_zero:
+            mine += [folder / name for name in integrity.OF_A_RUN]
+        found = integrity.digests(mine)
+        if self.world_size == 1:
+            return found
+        every: list[Any] = [None] * self.world_size
+        dist.all_gather_object(every, found, group=self.parallel.control)
+        return {name: entry for part in every for name, entry in part.items()}
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read weights and optimizer in place, and return the rest. Collective.
+
+        Not the parent's, which unpickles whatever the folder holds.
+
+        Raises:
+            ConfigError: The checkpoint is damaged.
+        """
+        folder, model = Path(checkpoint_path), self.model
+        assert model is not None
+        try:
+            reader = CheckpointReader(folder)
+            weights = {"state_dict": get_model_state_dict(model)}
+            load_state(weights, reader)
+            model.load_state_dict(weights["state_dict"])
+            for index, optimizer in enumerate(self.optimizers):
+                name = f"optimizer_{index}"
+                state = {name: get_optimizer_state_dict(model, optimizer)}
+                load_state(state, reader)
+                options = StateDictOptions(cpu_offload=True)
+                set_optimizer_state_dict(model, optimizer, optim_state_dict=state[name], options=options)
+            return load_meta(folder)
+        except integrity.Damaged as error:
+            raise ConfigError(
+                "resume", folder, str(error), expected="a whole checkpoint", fix="resume=<the run's folder>"
+            ) from error
 
     @override
     def teardown(self) -> None:
@@ -259,16 +321,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             leave_world()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            _sync(path)
-    _sync(folder)
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)

@@ -26,7 +26,7 @@ from sidestream.fusion.base import gated_activation
 from sidestream.measure.arms import gemm_arm
 from sidestream.measure.layer import DTYPES, Job, run_job
 from sidestream.measure.problem import make_weights
-from sidestream.measure.rounds import time_rounds, timed
+from sidestream.measure.rounds import median, time_rounds, timed
 from sidestream.measure.shapes import SHAPES, LayerShape
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def _medians(parts: Sequence[Callable[[], object]], often: Rounds) -> list[float
         return [timed(part, CPU) for part in parts]
 
     seconds = time_rounds(1, measure, parts=len(parts), rounds=often.rounds, warmup=often.warmup, seed=0)
-    return seconds[:, 0].median(dim=0).values.tolist()
+    return median(seconds[:, 0]).tolist()
 
 
 def _products(shape: LayerShape, dtype: str, often: Rounds, seed: int) -> dict[str, Any]:

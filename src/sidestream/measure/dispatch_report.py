@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.measure.report import STATISTICS, summarize
+from sidestream.measure.report import STATISTICS
+from sidestream.measure.summary import summarize
 
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ALL = (*PARTS, "cycle")

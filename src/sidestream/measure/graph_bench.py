@@ -9,8 +9,9 @@ recording owns is added. Recapture is what a capture costs beyond a replay once 
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from sidestream.graph.none import NoGraph
 from sidestream.graph.step import MIN_WARMUP, StepGraph
 from sidestream.measure.memory import peak_on
 from sidestream.measure.rounds import time_rounds
+from sidestream.measure.summary import summarize
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.step import TrainingStep
@@ -156,18 +158,12 @@ def measure(
 
     seconds = time_rounds(len(kinds), step, parts=1, rounds=job.rounds, warmup=job.warmup, seed=0)[:, :, 0]
     tokens = cfg.data.global_batch_size * cfg.data.seq_length
-    ratio = seconds[:, 0] / seconds[:, 1]
     counts = trained.graph.counts()
     record: dict[str, Any] = {
         "case": case,
         "world_size": dist.get_world_size(),
-        "step_ms": {kind: (1e3 * seconds[:, i]).tolist() for i, kind in enumerate(kinds)},
-        "tokens_per_second": {kind: tokens / float(seconds[:, i].median()) for i, kind in enumerate(kinds)},
-        "speedup": {
-            "median": float(ratio.median()),
-            "q1": float(ratio.quantile(0.25)),
-            "q3": float(ratio.quantile(0.75)),
-        },
+        "tokens_per_step": tokens,
+        **figures((1e3 * seconds).tolist(), kinds=kinds, tokens=tokens),
         "peak_memory_bytes": memory,
         "graph_bytes": counts.nbytes,
         "captures": counts.captures,
@@ -177,6 +173,22 @@ def measure(
     trained.close()
     say(f"{' '.join(case) or 'tiny'}: {record['speedup']['median']:.3f} x the tokens/s of eager")
     return record
+
+
+def figures(rounds_ms: Sequence[Sequence[float]], *, kinds: Sequence[str], tokens: int) -> dict[str, Any]:
+    """The part of the record that follows from the times.
+
+    Args:
+        rounds_ms: Per round the milliseconds of a step, in the order of `kinds`: the first is compared with.
+        tokens: Of a step.
+    """
+    step_ms = {kind: [times[number] for times in rounds_ms] for number, kind in enumerate(kinds)}
+    speedup = summarize([first / other for first, other, *_ in rounds_ms])
+    return {
+        "step_ms": step_ms,
+        "tokens_per_second": {kind: 1e3 * tokens / statistics.median(ms) for kind, ms in step_ms.items()},
+        "speedup": {name: speedup[name] for name in ("median", "q1", "q3")},
+    }
 
 
 def composed(conf: str, overrides: list[str]) -> Any:

@@ -35,7 +35,7 @@ from sidestream.measure.overlap_pass import COMPUTE, WIRE, Bar, PassTrace, media
 from sidestream.measure.overlap_report import OverlapReport, hidden_seconds, overlap_report
 from sidestream.measure.overlap_trace import ASLEEP, Hooks, Key, Tracer
 from sidestream.measure.overlap_work import Work, set_training
-from sidestream.measure.rounds import barrier, finish_device, time_rounds
+from sidestream.measure.rounds import barrier, finish_device, median, time_rounds
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.slots import MEASURED_STEPS
 from sidestream.parallel.mesh import Parallel
@@ -87,7 +87,7 @@ class Measured:
             overlapped,
             t_step,
             hideable=None if self.hideable is None else sum(self.hideable[index] for index in which),
-            busy=None if self.busy is None else float(self.busy[:, which].sum(dim=1).median()),
+            busy=None if self.busy is None else float(median(self.busy[:, which].sum(dim=1))),
             noise=NOISE_S,
         )
 
@@ -271,7 +271,7 @@ class Bench:
 
         seconds = time_rounds(len(ARMS), measure, parts=len(passes), rounds=rounds, warmup=warmup, seed=seed)
         totals = seconds[:, [ARMS.index(arm) for arm in SHOWN]].sum(dim=2)
-        shown = int((totals - totals.median(dim=0).values).abs().sum(dim=1).argmin())
+        shown = int((totals - median(totals)).abs().sum(dim=1).argmin())
         traces = {arm: kept[arm, shown] for arm in SHOWN}
         if self.device.type != "cpu":
             return Measured(passes, seconds, None, None, traces, shown)

@@ -27,6 +27,7 @@ from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Bench, Measured
 from sidestream.measure.overlap_picture import both_arms, save
 from sidestream.measure.overlap_report import ratio, remarks
 from sidestream.measure.overlap_work import StepWork, UnitWork, Work, unit_input
+from sidestream.measure.summary import summarize
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
@@ -195,8 +196,6 @@ def _record(
     built: Built, bench: Bench, measured: Measured, ranks: list[Any], launch: Launch
 ) -> dict[str, Any]:
     """The content of overlap.json but for what only the caller knows."""
-    from sidestream.measure.report import summarize  # brings matplotlib
-
     cfg, layout, link = built.cfg, built.layout, bench.channel.link
     names = [*measured.passes, *([BOTH] if len(measured.passes) > 1 else [])]
     reports = {name: measured.report(name) for name in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.measure.summary import summarize
+
 COLORS = {"sidestream": "C0", "peer": "C1", "dense": "#9a9a9a"}
 PASSES = ("forward", "forward_backward")
 STATISTICS = ("min", "median")
 ADDED = ("forward_ms", "forward_backward_ms", "ratio_to_dense", "ratio_to_fastest_peer")
-
-
-def summarize(values: list[float]) -> dict[str, float]:
-    """Minimum, quartiles, median and maximum of a list of rounds."""
-    ordered = sorted(values)
-    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    return {
-        "min": ordered[0],
-        "q1": round(q1, 4),
-        "median": round(statistics.median(ordered), 4),
-        "q3": round(q3, 4),
-        "max": ordered[-1],
-    }
 
 
 def add_statistics(record: dict[str, Any], *, against: Sequence[str] = ()) -> None:

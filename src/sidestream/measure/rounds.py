@@ -29,6 +29,15 @@ def order_of_round(num_arms: int, round_index: int, *, seed: int) -> list[int]:
     return order[::-1] if round_index % 2 else order
 
 
+def median(seconds: Tensor) -> Tensor:
+    """Over the first axis, the rounds; of an even number the mean of the middle two (`Tensor.median` takes the lower).
+
+    Args:
+        seconds: `[rounds, ...]`, floating point; the rest of the shape comes back.
+    """
+    return seconds.quantile(0.5, dim=0)
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

@@ -8,6 +8,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from sidestream.tracking.data_record import DataRecord
 from sidestream.tracking.folder import to_plain
 
 SCHEMA_VERSION = 1
@@ -89,6 +90,7 @@ class RunResult:
     Attributes:
         command: what the user typed.
         choices: Hydra group -> option.
+        data: what became of the data source.
         transport: what moved the rows: `torch`, the name of a library, or null for one rank.
         flops_per_token: forward and backward, without recomputation.
         changes_model: the schedule or `router.force_balance` computes another function than the plain model.
@@ -112,6 +114,7 @@ class RunResult:
     params_active: int | None = None
     flops_per_token: float | None = None
     changes_model: bool | None = None
+    data: DataRecord = field(default_factory=DataRecord)
     metrics: Metrics = field(default_factory=Metrics)
     overflow: Overflow = field(default_factory=Overflow)
     overlap: Overlap = field(default_factory=Overlap)

@@ -4,6 +4,7 @@ Such a folder is data. A file is opened only if it is a regular file, inside the
 bounded size; nothing that is read is ever executed; text is shown only as `printable` returns it.
 """
 
+import io
 import json
 import os
 import stat
@@ -65,6 +66,24 @@ def read_bytes(path: str | os.PathLike[str], *, inside: Path | None = None, limi
     if len(content) > limit:
         raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
     return content
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Opens a file for reading that may be too large for `read_bytes`: a regular one, reached by no link.
+
+    Raises:
+        Unreadable: it is missing, a link, or no regular file (a pipe is not waited for).
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+    except (OSError, ValueError) as error:
+        why = "a link" if os.path.islink(path) else getattr(error, "strerror", None) or error
+        raise Unreadable(f"{printable(path)}: {printable(why)}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unreadable(f"{printable(path)}: not a regular file")
+    return open(descriptor, "rb")
 
 
 def read_text(path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LIMIT) -> str:
@@ -135,9 +154,17 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def printable(text: object, *, limit: int = 300) -> str:
-    r"""Returns `text` as one line that a terminal shows and never obeys: control characters become `\x1b`, `\n`, ..."""
-    shown = "".join(c if unicodedata.category(c) not in _NEVER_SHOWN else _escaped(c) for c in str(text))
+def printable(text: object, *, limit: int = 300, keep: str = "") -> str:
+    r"""Returns `text` as one line that a terminal shows and never obeys: control characters become `\x1b`, `\n`, ...
+
+    Args:
+        text: what is shown.
+        limit: most characters; the rest becomes an ellipsis.
+        keep: control characters that are shown as they are, such as line ends.
+    """
+    shown = "".join(
+        c if c in keep or unicodedata.category(c) not in _NEVER_SHOWN else _escaped(c) for c in str(text)
+    )
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

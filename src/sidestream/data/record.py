@@ -1,0 +1,76 @@
+"""Counts what a source reads: documents, what is dropped and why, what is in both splits."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sidestream.tracking.data_record import SPLITS, DataRecord
+
+
+@dataclass
+class Intake:
+    """Counts one pass over documents. `DocumentSource.documents` may add to `dropped`, `separators` and `notes`."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    separators: int | None = None
+    notes: list[str] = field(default_factory=list)
+    replaced: int = 0
+    characters: int = 0
+    zeros: int = 0
+    hashes: dict[str, array] = field(default_factory=lambda: {split: array("Q") for split in SPLITS})
+
+    def take(self, split: str, content: bytes, digest: int) -> None:
+        """Counts a document of a split; `digest` as `content_hash` returns it."""
+        self.hashes[split].append(digest)
+        self.zeros += content.count(0)
+        try:
+            self.characters += len(content.decode())
+        except UnicodeDecodeError:
+            text = content.decode(errors="replace")
+            self.characters += len(text)
+            self.replaced += text.count("\ufffd") - content.count("\ufffd".encode())
+
+    def record(self, *, zeros_end_documents: bool) -> DataRecord:
+        """The account without its tokens."""
+        train, val = (np.frombuffer(self.hashes[split], np.uint64) for split in SPLITS)
+        return DataRecord(
+            documents={"train": train.size, "val": val.size},
+            dropped=dict(self.dropped),
+            replaced_characters=self.replaced,
+            zero_bytes=self.zeros if zeros_end_documents else 0,
+            separators=self.separators,
+            shared_documents=int(np.isin(val, train).sum()),
+            notes=self.notes,
+        )
+
+
+def content_hash(content: bytes) -> int:
+    """A number below 2**64 that depends on the content only."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+
+
+def record_of_tokens(train: np.ndarray, val: np.ndarray, eos_token: int | None) -> dict[str, Any]:
+    """Documents of two splits of tokens, and how many of validation are in training too; for `DataRecord`.
+
+    Args:
+        train: Integers [N].
+        val: Integers [M].
+        eos_token: Ends every document; None: unknown.
+    """
+    if eos_token is None or train.size + val.size > 2**24:  # seconds, at every start
+        return {}
+    hashes = {}
+    for split, tokens in zip(SPLITS, (train, val)):
+        ends = [*(np.flatnonzero(tokens == eos_token) + 1).tolist(), tokens.size]
+        pieces = (tokens[begin:end] for begin, end in zip([0, *ends], ends) if end > begin)
+        hashes[split] = np.array([content_hash(piece.tobytes()) for piece in pieces], np.uint64)
+    return {
+        "documents": {split: found.size for split, found in hashes.items()},
+        "shared_documents": int(np.isin(hashes["val"], hashes["train"]).sum()),
+    }

@@ -1,0 +1,63 @@
+"""What became of a data source: what was read, what was dropped and why, what is in both splits."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecord:
+    """The account of a source, in result.json and as a line at the start of a run. None: not known.
+
+    Attributes:
+        documents: split -> documents.
+        tokens: split -> tokens, ends of documents included.
+        dropped: reason -> documents that are in neither split.
+        replaced_characters: What was no UTF-8: `bpe` has U+FFFD in its place, `bytes` has it as it was.
+        zero_bytes: Zeros inside of documents; with `bytes` each looks like the end of one.
+        separators: Occurrences of `data.separator`.
+        shared_documents: Validation documents whose content is also in the training split.
+        notes: Whatever else should be looked at, a sentence each.
+    """
+
+    documents: dict[str, int | None] = field(default_factory=lambda: dict.fromkeys(SPLITS))
+    tokens: dict[str, int | None] = field(default_factory=lambda: dict.fromkeys(SPLITS))
+    dropped: dict[str, int] = field(default_factory=dict)
+    replaced_characters: int | None = None
+    zero_bytes: int | None = None
+    separators: int | None = None
+    shared_documents: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """The numbers in one line."""
+        parts = []
+        if None not in self.documents.values():
+            parts.append(_pair(self.documents, "documents"))
+        parts.append(_pair(self.tokens, "tokens"))
+        if self.separators is not None:
+            parts.append(f"{self.separators:,} separators")
+        return "; ".join(parts)
+
+    def warnings(self) -> list[str]:
+        """What a person should know before believing a loss, a sentence each."""
+        found = [f"{count:,} documents left out: {reason}" for reason, count in sorted(self.dropped.items())]
+        if self.replaced_characters:
+            found.append(f"{self.replaced_characters:,} characters were no UTF-8")
+        if self.zero_bytes:
+            found.append(f"{self.zero_bytes:,} zero bytes inside of documents read as ends of documents")
+        if self.shared_documents:
+            share = self.shared_documents / max(self.documents["val"] or 1, 1)
+            found.append(
+                f"{self.shared_documents:,} validation documents ({share:.1%}) are in the training split too"
+            )
+        return [*found, *self.notes]
+
+
+def _pair(counts: dict[str, int | None], what: str) -> str:
+    train, val = ("-" if counts[split] is None else f"{counts[split]:,}" for split in SPLITS)
+    return f"{train} + {val} {what}"

@@ -1,0 +1,326 @@
+"""Every source says what it did: what was read, left out, replaced, shared; what cannot be meant is refused."""
+
+import codecs
+import json
+import os
+import shlex
+
+import numpy as np
+import pytest
+
+from sidestream.config.errors import ConfigError
+from sidestream.data.record import content_hash
+from sidestream.data.tokenizer import BPETokenizer
+from tests.data.sources import texts
+from tests.data.test_data_check import checked
+from tests.data.test_data_huggingface import json_lines
+from tests.data.test_data_huggingface import source as huggingface
+from tests.data.test_data_text import contents, source
+from tests.data.test_data_tokens import source as token_source
+from tests.data.test_data_tokens import write
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    for i, content in enumerate(texts(30)):
+        (tmp_path / "in" / f"{i:02}.txt").write_text(content, encoding="utf-8")
+    return tmp_path
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as refused:
+        checked(*overrides)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def text(*more):
+    return ["data=text", "data.files=[in/*.txt]", *more]
+
+
+# ---- the same file by other names
+
+
+def test_a_file_is_read_once_whatever_leads_to_it(folder):
+    (folder / "again").symlink_to("in")
+    os.link(folder / "in" / "03.txt", folder / "in" / "hard.txt")
+    names = ["in/*.txt", "again/*.txt", "in/../in/05.txt", "**/*.txt"]
+    corpus = source(folder, names).load()
+    assert sorted(contents(corpus.train_tokens) + contents(corpus.val_tokens)) == sorted(texts(30))
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "detour", "folder"])
+def test_what_is_validated_on_is_not_trained_on_by_another_name(folder, kind):
+    name = "elsewhere.txt"
+    if kind == "symlink":
+        (folder / name).symlink_to("in/03.txt")
+    elif kind == "hard link":
+        os.link(folder / "in" / "03.txt", folder / name)
+    elif kind == "detour":
+        name = "in/../in/03.txt"
+    else:
+        (folder / "again").symlink_to("in")
+        name = "again/03.txt"
+    corpus = source(folder, ["in/*.txt"], val_files=[name]).load()
+    assert contents(corpus.val_tokens) == [texts(30)[3]]
+    assert sorted(contents(corpus.train_tokens)) == sorted(texts(30)[:3] + texts(30)[4:])
+    assert corpus.record.shared_documents == 0
+
+
+def test_a_link_to_all_that_is_trained_on_leaves_nothing(folder):
+    (folder / "link.txt").symlink_to("in/00.txt")
+    line = refusal("data=text", "data.files=[in/00.txt]", "data.val_files=[link.txt]")
+    assert line.startswith("data.val_files=[link.txt]: every file")
+
+
+def test_copies_in_both_splits_are_counted(folder):
+    (folder / "val").mkdir()
+    for i in (1, 2):
+        (folder / "val" / f"{i}.txt").write_text(texts(30)[i], encoding="utf-8")
+    (folder / "val" / "own.txt").write_text("only here")
+    record = source(folder, ["in/*.txt"], val_files=["val/*.txt"]).load().record
+    assert (record.documents, record.shared_documents) == ({"train": 30, "val": 3}, 2)
+    assert record.warnings() == ["2 validation documents (66.7%) are in the training split too"]
+
+
+@pytest.mark.parametrize("how", ["same", "link", "copy"])
+def test_tokens_are_not_validated_on_what_they_train_on(folder, how):
+    train = write(folder / "train.npy", np.arange(500))
+    val = folder / {"same": "train.npy", "link": "val.npy", "copy": "val.npy"}[how]
+    if how == "link":
+        val.symlink_to(train)
+    elif how == "copy":
+        val.write_bytes(train.read_bytes())
+        with pytest.raises(ConfigError, match=r"^data\.val_file=.*val\.npy: a copy of"):
+            token_source(train, val_file=str(val), vocab_size=500).load()
+        return
+    line = refusal("data=tokens", f"data.train_file={train}", f"data.val_file={val}", "data.vocab_size=500")
+    assert "the file that is trained on" in line
+
+
+def test_a_split_is_not_its_own_validation(folder):
+    line = refusal("data=huggingface", "data.dataset=some/thing", "data.val_split=train")
+    assert line.startswith("data.val_split=train: the rows that are trained on")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("key", ["data.files", "data.val_files"])
+def test_what_is_no_regular_file_is_not_opened(folder, key):
+    os.mkfifo(folder / "pipe")
+    os.symlink("/dev/zero", folder / "zeros")
+    for name in ("pipe", "zeros"):
+        more = [] if key == "data.files" else ["data.files=[in/*.txt]"]
+        assert f"{key}={name}: not a regular file" in refusal("data=text", f"{key}=[{name}]", *more)
+
+
+# ---- encodings
+
+
+ACCENTS = "Grüße, où est le café? " * 200
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_text_of_another_encoding_is_refused_with_the_key_that_reads_it(folder, encoding):
+    (folder / "one.txt").write_bytes(ACCENTS.encode(encoding))
+    line = refusal("data=text", "data.files=[one.txt]", "data.tokenizer=bpe")
+    assert line.startswith("data.encoding=utf-8: ") and "one.txt" in line
+    advised = line.rpartition("set ")[2]
+    if encoding != "cp1252":
+        assert advised == f"data.encoding={encoding}"
+    checked("data=text", "data.files=[one.txt]", "data.tokenizer=bpe", advised)
+    corpus = source(folder, ["one.txt"], encoding=encoding, separator="?").load()
+    read = contents(corpus.train_tokens) + contents(corpus.val_tokens)
+    assert "".join(read).replace(" ", "") == ACCENTS.replace("?", "").replace(" ", "")
+    assert corpus.record.replaced_characters == 0
+
+
+def test_a_few_broken_bytes_are_counted_and_many_are_refused_also_behind_the_beginning(folder):
+    pytest.importorskip("tokenizers", reason="needs pip install tokenizers")
+    good = "plain words and more of them\n" * 5000
+    (folder / "a.txt").write_bytes(good.encode() + b"caf\xe9 \xff\n")
+    (folder / "b.txt").write_text("something else\n" * 10)
+    options = {"tokenizer": "bpe", "vocab_size": 300, "val_files": ["b.txt"]}
+    record = source(folder, ["a.txt"], **options).load().record
+    assert record.replaced_characters == 2 and "2 characters were no UTF-8" in record.warnings()
+    (folder / "a.txt").write_bytes(good.encode() + ACCENTS.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"^data\.encoding=utf-8: .*no UTF-8.*set data\.encoding=latin-1$"):
+        source(folder, ["a.txt"], **options).load()
+
+
+def test_a_replacement_character_that_was_in_the_text_is_text(folder):
+    (folder / "a.txt").write_text("\ufffd" * 50)
+    assert source(folder, ["in/*.txt"], val_files=["a.txt"]).load().record.replaced_characters == 0
+
+
+def test_bytes_keep_what_is_no_utf8_and_count_zeros(folder):
+    (folder / "a.txt").write_bytes(b"caf\xe9 and a zero \0 inside\n" * 3)
+    record = source(folder, ["in/*.txt"], val_files=["a.txt"]).load().record
+    assert (record.replaced_characters, record.zero_bytes) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [(b"\x1f\x8b\x08", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"PAR1", "Parquet")],
+)
+def test_a_container_is_no_text(folder, begin, kind):
+    (folder / "in" / "x.txt").write_bytes(begin + b"rest")
+    assert f"a {kind} file, not text" in refusal(*text())
+
+
+def test_an_encoding_is_one_that_python_knows(folder):
+    for name in ("utf-9", "base64", "''"):
+        assert refusal(*text(f"data.encoding={name}")).endswith("set data.encoding=utf-8")
+    (folder / "in" / "00.txt").write_bytes(codecs.BOM_UTF16_LE + "ab".encode("utf-16-le"))
+    assert refusal(*text("data.encoding=latin-1")).endswith("set data.encoding=utf-16")
+
+
+# ---- separators
+
+
+@pytest.mark.parametrize(
+    ("content", "typed", "advice"),
+    [
+        ("a\r\n---\r\nb\r\n---\r\nc", "\n---\n", "set $'data.separator=\"\\r\\n---\\r\\n\"'"),
+        ("a\n\nb\n\nc", "\\n\\n", "set $'data.separator=\"\\n\\n\"'"),
+        ("a<|END|>b<|END|>c", "<|end|>", "set 'data.separator=\"<|END|>\"'"),
+        ("a b c", "<|end|>", "set data.separator=null"),
+    ],
+)
+def test_a_separator_that_never_occurs_is_refused_with_the_one_that_does(folder, content, typed, advice):
+    (folder / "one.txt").write_bytes(content.encode())
+    with pytest.raises(ConfigError) as refused:
+        source(folder, ["one.txt"], separator=typed).load()
+    assert str(refused.value).endswith(advice) and "\n" not in str(refused.value)
+    assert refusal("data=text", "data.files=[one.txt]", f"data.separator='{typed}'").endswith(advice)
+    if "null" not in advice:  # as a shell would pass it on
+        (override,) = shlex.split(advice.removeprefix("set ").removeprefix("$"))
+        checked("data=text", "data.files=[one.txt]", override.encode().decode("unicode_escape"))
+
+
+def test_an_empty_separator_is_refused(folder):
+    assert "data.separator=''" in refusal(*text("data.separator=''"))
+
+
+def test_separators_are_counted(folder):
+    (folder / "one.txt").write_text("a|b||c|")
+    record = source(folder, ["in/*.txt", "one.txt"], separator="|").load().record
+    assert (record.separators, record.dropped) == (4, {"empty": 2})
+    assert sum(record.documents.values()) == 33
+
+
+# ---- rows
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    package = pytest.importorskip("datasets", reason="needs pip install datasets")
+    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", str(tmp_path / "arrow"))
+    monkeypatch.setattr(package.config, "HF_HUB_OFFLINE", True)
+    return package
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_without_text_are_counted(tmp_path, datasets, streaming):
+    rows = [{"text": t} if i % 2 else {"other": 1} for i, t in enumerate(texts(60))]
+    file = json_lines(tmp_path / "rows.jsonl", [{"text": "first"}, *rows, {"text": ""}])
+    more = {"streaming": True, "max_documents": 100} if streaming else {}
+    record = huggingface(tmp_path, "json", data_files=[file], **more).load().record
+    assert record.dropped == {"no text": 30, "empty": 1}
+    assert sum(record.documents.values()) == 31
+
+
+@pytest.mark.parametrize("values", [[0, 0, 0], [1, 2, 3], [1.5, 2.5, 0.0], [["a"], ["b"], ["c"]]])
+def test_a_column_that_is_no_text_is_refused(tmp_path, datasets, values):
+    file = json_lines(tmp_path / "rows.jsonl", [{"text": value} for value in values])
+    with pytest.raises(ConfigError, match=r"^data\.text_column=text: it holds (int|float|list|dict)"):
+        huggingface(tmp_path, "json", data_files=[file]).load()
+
+
+# ---- files of tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "why"),
+    [
+        (np.arange(5000, dtype=np.uint32) % 500 + 1, "uint16", "set data.dtype=uint32"),
+        (np.arange(5000, dtype=np.int64) % 500 + 1, "uint16", "set data.dtype=int64"),
+        (np.arange(5000, dtype=np.int64) % 500 + 1, "int32", "set data.dtype=int64"),
+        (np.arange(5000, dtype=np.uint16) % 200 + 1, "uint8", "set data.dtype=uint16"),
+        (b"this is a text and no array of tokens\n" * 100, "uint16", "text, not tokens"),
+        (b"\x1f\x8b\x08\x00" + bytes(100), "uint16", "a gzip file"),
+        (b"MMIDIDX\x00\x00" + bytes(101), "uint16", "a Megatron index"),
+        ((20240520).to_bytes(4, "little") + bytes(2000), "uint16", "llm.c"),
+    ],
+)
+def test_a_dtype_or_header_that_does_not_fit_is_refused(folder, content, dtype, why):
+    path = folder / "t.bin"
+    path.write_bytes(content if isinstance(content, bytes) else content.tobytes())
+    line = refusal("data=tokens", f"data.train_file={path}", f"data.dtype={dtype}", "data.vocab_size=60000")
+    assert why in line
+    with pytest.raises(ConfigError):
+        token_source(path, dtype=dtype, vocab_size=60000).load()
+
+
+def test_an_array_without_its_suffix_is_refused(folder):
+    path = write(folder / "t.npy", np.arange(500)).rename(folder / "t.bin")
+    for dtype in ("uint8", "uint16"):
+        line = refusal("data=tokens", f"data.train_file={path}", f"data.dtype={dtype}", "data.vocab_size=500")
+        assert "NumPy (.npy)" in line
+
+
+def test_documents_of_tokens_are_counted_where_their_end_is_known(folder):
+    train = write(folder / "a.npy", np.array([5, 6, 1, 7, 1, 8, 1]))
+    val = write(folder / "b.npy", np.array([7, 1, 9, 1]))
+    record = token_source(train, val_file=str(val), vocab_size=10, eos_token=1).load().record
+    assert (record.documents, record.tokens) == ({"train": 3, "val": 2}, {"train": 7, "val": 4})
+    assert record.shared_documents == 1
+    record = token_source(train, val_file=str(val), vocab_size=10).load().record
+    assert record.documents == {"train": None, "val": None} and record.shared_documents is None
+
+
+# ---- extremes
+
+
+@pytest.mark.parametrize("size", ["9223372036854775808", "9223372036854775807", "16777217", "-1"])
+def test_a_vocabulary_has_limits(folder, size):
+    assert "data.vocab_size=" in refusal(*text("data.tokenizer=bpe", f"data.vocab_size={size}"))
+    if size != "true":
+        write(folder / "t.npy", np.arange(500))
+        assert "data.vocab_size=" in refusal(
+            "data=tokens", "data.train_file=t.npy", f"data.vocab_size={size}"
+        )
+
+
+def test_training_a_tokenizer_sees_no_long_word(monkeypatch):
+    from sidestream.data import tokenizer
+
+    for long in ("x" * 5000, " " * 5000, "\u4e13" * 5000):
+        pieces = list(tokenizer._pieces(f"before {long} after"))
+        assert "".join(pieces) == f"before {long} after"
+        assert max(len(piece) for piece in pieces) <= 1100
+    ordinary = "words of a language, " * 1000
+    assert list(tokenizer._pieces(ordinary)) == [ordinary]
+
+
+def test_a_record_survives_the_cache_and_changes_no_checksum(folder):
+    made = source(folder, ["in/*.txt"]).load()
+    again = source(folder, ["in/*.txt"]).load()
+    assert again.record == made.record and again.checksum == made.checksum
+    assert json.loads((made.folder / "record.json").read_text())["documents"] == made.record.documents
+    (made.folder / "record.json").unlink()  # of an earlier version
+    built = source(folder, ["in/*.txt"]).load()
+    assert built.record == made.record and built.checksum == made.checksum
+
+
+def test_the_hash_that_splits_is_the_one_it_always_was():
+    assert content_hash(b"abc") == 0xBA7816BF8F01CFEA
+
+
+def test_long_words_decode_to_themselves(folder):
+    pytest.importorskip("tokenizers", reason="needs pip install tokenizers")
+    long = "abcdefghij" * 300 + " " * 2000 + "end"
+    BPETokenizer.train([long.encode()] * 2, vocab_size=300, path=folder / "t.json")
+    made = BPETokenizer(folder / "t.json")
+    assert made.decode(made.encode(long)) == long
