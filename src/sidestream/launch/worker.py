@@ -67,9 +67,7 @@ def run_rank(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> 
         result = _job(cfg)(cfg, layout=layout, folder=folder, env=env)
     except stopping.Stop:
         return 128 + (stopping.requested() or signal.SIGTERM)
-    except (
-        BaseException
-    ) as error:  # libraries raise what is no Exception: a damaged checkpoint, a panic in Rust
+    except BaseException as error:  # some libraries raise what is no Exception, such as a panic in Rust
         failures.record(folder, rank=env.rank, error=error)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
