@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sidestream.config.compatibility import Layout
-from sidestream.launch import failures, phase, stopping
+from sidestream.launch import failures, phase, status, stopping
 from sidestream.launch.phase import Phase
 from sidestream.launch.processes import PARENT, Signals, kill_group, send
 from sidestream.launch.scratch import scratch
@@ -60,8 +60,10 @@ def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
         try:
             for number in range(layout.world_size):
                 ranks.append(_start(folder, number, layout=layout, store=shared / "store"))
+            status.follow(lambda: status.of_ranks([phase.read(shared, rank.number) for rank in ranks]))
             _Watch(folder, ranks, signals, shared).until_the_end()
         finally:
+            status.end()
             for rank in ranks:
                 kill_group(rank.process)
         return _conclude(folder, ranks, signals, debug=debug)

@@ -85,6 +85,7 @@ def say_phase(env: RankEnv) -> None:
 
 def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
     """What every rank calls: training, or what the config of a script puts in its place."""
+    phase.beat("importing Lightning")
     if "measure" in cfg:
         return trust.find("measure._target_", cfg.measure["_target_"], cfg)
     from sidestream.run import train
@@ -113,6 +114,7 @@ def _use_cores(trainer: DictConfig, env: RankEnv) -> None:
     threads = max(1, share) if trainer.threads_per_rank == "auto" else trainer.threads_per_rank
     if trainer.threads_per_rank != "auto" or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        phase.beat("importing torch")
         import torch
 
         torch.set_num_threads(threads)
