@@ -66,14 +66,16 @@ class Phase:
         """Seconds without a sign of life after which a rank is given up."""
         return _LEAVING if self.name == LEAVING else max(self.timeout + GRACE, _AT_LEAST.get(self.name, 0.0))
 
-    def __str__(self) -> str:
-        """`training step 12 (dispatch)`, `reading the data`."""
+    @property
+    def place(self) -> str:
+        """`training step 12`, `validating at step 12`, `reading the data`."""
         if self.step is None:
             return self.name
-        where = (
-            f"{self.name} step {self.step}" if self.name == TRAINING else f"{self.name} at step {self.step}"
-        )
-        return f"{where} ({self.doing})" if self.doing else where
+        return f"{self.name} {'' if self.name == TRAINING else 'at '}step {self.step}"
+
+    def __str__(self) -> str:
+        """The place, and what it did last: `training step 12 (dispatch)`."""
+        return f"{self.place} ({self.doing})" if self.doing else self.place
 
 
 _memory: mmap.mmap | bytearray = bytearray(_LAYOUT.size)

@@ -32,9 +32,11 @@ def outlive() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # also in what it starts
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if isinstance(getattr(stream, "buffer", None), io.BufferedWriter):
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)  # none between with PYTHONUNBUFFERED
+        if type(raw) is io.FileIO:
             with contextlib.suppress(OSError, ValueError):  # no descriptor: a test, a notebook
-                if stream.fileno() == number and not isinstance(stream.buffer.raw, _Lasting):
+                if stream.fileno() == number:
                     stream.flush()
                     setattr(sys, name, _lasting(stream, number))
 

@@ -36,8 +36,9 @@ def explain(error: BaseException) -> str | None:
     where, members, ranks = now.doing or "a common operation", "", _all_ranks()
     if isinstance(error, LostExchange):
         where, members, ranks = error.where, f" ({error.members})", error.ranks
-    place = phase.Phase(now.name, now.step)
-    line = f"no answer within {now.timeout:.0f} s in: {place}, {where}{members}; missing: {_missing(ranks)}"
+    line = (
+        f"no answer within {now.timeout:.0f} s in: {now.place}, {where}{members}; missing: {_missing(ranks)}"
+    )
     return f"{line}; if it was only slow, set strategy.timeout_seconds={2 * now.timeout:.0f}"
 
 

@@ -170,7 +170,7 @@ class SidestreamModule(LightningModule):
         """Whether any rank was asked; the same answer on all. Collective."""
         asked = torch.tensor(float(self._stop_requested()), device=self.device)
         if self.trainer.world_size > 1:
-            phase.beat("whether to stop")
+            phase.beat()
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.parallel_strategy.parallel.control)
         return bool(asked)
 
