@@ -19,7 +19,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from sidestream import scripts
-from sidestream.tracking import names
+from sidestream.launch import status
+from sidestream.tracking import latest, names
 from sidestream.tracking.folder import RunFolder
 
 BASELINE_STYLES = {"bigram": (0, (6, 3)), "trigram": (0, (2, 2))}
@@ -27,20 +28,23 @@ BASELINE_STYLES = {"bigram": (0, (6, 3)), "trigram": (0, (2, 2))}
 
 def main(argv: list[str] | None = None) -> int:
     parser = scripts.parser(__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder, or latest")
     parser.add_argument("--out", type=Path, required=True, help="picture to write, e.g. docs/loss.png")
     arguments = parser.parse_args(argv)
     try:
+        arguments.folders = [latest.run(folder) for folder in arguments.folders]
         runs = [read_run(folder) for folder in arguments.folders]
         check_same_data(arguments.folders, [result for _, result in runs])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    status.say("drawing")
     figure = draw(
         [records for records, _ in runs], [result for _, result in runs], labels(arguments.folders, runs)
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=150)
+    status.end()
     print(arguments.out)
     return 0
 
@@ -126,4 +130,4 @@ def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 
 
 if __name__ == "__main__":
-    scripts.run(main)
+    scripts.run(main, shows_status=True)

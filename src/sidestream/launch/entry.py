@@ -58,6 +58,7 @@ def run(main: Callable[[], None], *, shows_status: bool = True) -> NoReturn:
         sys.exit(torchrun.follow())
     _typed[:] = sys.argv[1:]
     try:
+        _typed[:] = arguments.with_latest(_typed)
         flags, overrides = arguments.split(_typed)
         if shows_status and arguments.runs(_typed):
             status.begin()
