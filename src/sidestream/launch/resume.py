@@ -7,22 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError, as_typed
+from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
 from sidestream.launch import arguments
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking import lock
 from sidestream.tracking.integrity import FOLDER, LEFTOVER, Choice, checkpoints, newest_whole, step_of
-from sidestream.tracking.untrusted import Unreadable, read_json
+from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_yaml
 
 STRICT = "resume.strict"  # of the command line only: `resume` is the folder itself
 
-# What a checkpoint depends on. The seed draws the order of the data.
-FIXED = ("model.", "router.", "balance.", "data.", "seed")
-FREE = ("data.micro_batch_size", "data.cache_dir")  # memory and places only
-IGNORED = ("resume", "debug")
+_NOT_SAID = ("resume", "debug")  # of this command, not of the run
+_ABSENT = object()
 
 
 strict = False  # set by `without_strict`
@@ -140,20 +137,16 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
         One line per changed key, and per consequence the user should know.
 
     Raises:
-        ConfigError: the change would make the checkpoint another model's or another data order's.
+        ConfigError: the contract refuses a change (`config/resume_contract.py`).
     """
-    old = dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / RESOLVED)), ""))
+    try:
+        old = dict(_flat(read_yaml(folder / RESOLVED, inside=folder), ""))
+    except Unreadable as error:
+        fix = "start a new run without resume="
+        raise ConfigError("resume", folder, str(error), expected="the config of the run", fix=fix) from None
     now = dict(_flat(new, ""))
-    lines = []
-    for key in dict.fromkeys([*old, *now]):
-        before, after = old.get(key), now.get(key)
-        if before == after or key in IGNORED:
-            continue
-        if key.startswith(FIXED) and key not in FREE:
-            why = f"was {as_typed(before)} when the run started; a resumed run keeps its model and data"
-            raise ConfigError(key, after, why, expected=as_typed(before), fix=f"{key}={as_typed(before)}")
-        lines.append(f"resume: {key} {as_typed(before)} -> {as_typed(after)}")
-    if old["trainer.max_steps"] != now["trainer.max_steps"] and _decays(now):
+    lines = [line for key in _changed(old, now) if (line := _change(key, old, now))]
+    if old.get("trainer.max_steps") != now["trainer.max_steps"] and _decays(now):
         lines.append(
             "resume: the learning rate depends on trainer.max_steps, so this is no longer bit-identical to a run "
             f"started with trainer.max_steps={now['trainer.max_steps']}"
@@ -171,6 +164,34 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
         if getattr(started, name) != getattr(layout, name):
             lines.append(f"resume: {name} {getattr(started, name)} -> {getattr(layout, name)}")
     return lines
+
+
+def _changed(old: Flat, now: Flat) -> list[str]:
+    """Keys with another value; of a group whose option is another, that first, and no key that only one of them has."""
+    keys = [key for key in dict.fromkeys([*old, *now]) if old.get(key, _ABSENT) != now.get(key, _ABSENT)]
+    options = [key for key in keys if key.endswith("._target_")]
+    groups = {key.partition(".")[0] for key in options}
+    kept = [key for key in keys if key.partition(".")[0] not in groups or (key in old and key in now)]
+    return list(dict.fromkeys([*options, *kept]))
+
+
+def _change(key: str, old: Flat, now: Flat) -> str | None:
+    """Returns the line that reports a change; None where there is nothing to say.
+
+    Raises:
+        ConfigError: the contract refuses it.
+    """
+    rule = rule_of(key, old, now)
+    before, after = (printable(as_typed(flat[key])) if key in flat else "absent" for flat in (old, now))
+    if key not in old and key in RULES:
+        rule = Rule("changes", "", said="the run is from a version without this key")
+    if rule.kind == "refused":
+        why = f"was {before} when the run started, and does not change in a resume: {rule.why}"
+        fix = f"{key}={before}" if key in old else f"remove {key}"
+        raise ConfigError(key, now.get(key), why, expected=before, fix=fix)
+    if key in _NOT_SAID:
+        return None
+    return f"resume: {key} {before} -> {after}" + (f" ({rule.said})" if rule.said else "")
 
 
 def keep_previous(folder: Path) -> None:
