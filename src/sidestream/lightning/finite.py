@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +22,14 @@ def check_finite(trainer: Trainer, module: Any, *, run_folder: Path) -> None:
     """End the run if the state of any rank is not finite. Collective.
 
     Args:
-        module: Its `model`, and the rates and moments of the trainer's optimizers, are looked at.
+        module: Its `model` and the `rate` of the step are looked at, and the moments of the trainer's optimizers.
         run_folder: For the line that says how to go on.
 
     Raises:
         PlainError: On every rank, naming what is not finite.
     """
-    found = [f"the learning rate of step {trainer.global_step}"] if not _finite_rates(trainer) else []
+    # The optimizer holds the rate of the next step already.
+    found = [] if math.isfinite(module.rate) else [f"the learning rate of step {trainer.global_step}"]
     named = list(_state(trainer, module.model))
     # One read of the device for all of them.
     finite = torch.stack([torch.isfinite(tensor).all() for _, tensor in named]).tolist()
@@ -43,11 +45,6 @@ def check_finite(trainer: Trainer, module: Any, *, run_folder: Path) -> None:
             f"step {trainer.global_step}: not finite: {names[0]}{more}; no checkpoint was written; "
             f"{_how_to_go_on(run_folder)}"
         )
-
-
-def _finite_rates(trainer: Trainer) -> bool:
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return all(torch.isfinite(torch.as_tensor(group["lr"])).item() for group in groups)
 
 
 def _state(trainer: Trainer, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

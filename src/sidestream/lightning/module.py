@@ -96,6 +96,7 @@ class SidestreamModule(LightningModule):
         self.stopping = False
         self._restored: dict[str, Any] | None = None
         self._began = False
+        self.rate = 0.0  # of the last step
         self._val: Tensor | None = None
 
     @property
@@ -158,7 +159,7 @@ class SidestreamModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        lr = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+        self.rate = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
         phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.recorder.start_step()
         report, norm = self.parallel_strategy.run_step(
@@ -171,7 +172,7 @@ class SidestreamModule(LightningModule):
         scheduler.step()  # type: ignore[union-attr, call-arg]
         if self._train_loader is not None:
             self._train_loader.commit(self.global_step)
-        self.recorder.end_step(self.global_step, report, norm, lr=lr)
+        self.recorder.end_step(self.global_step, report, norm, lr=self.rate)
         if report.stop:
             self._stop()
 
