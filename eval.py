@@ -1,52 +1,58 @@
 """Evaluates a run: `python eval.py run=<folder> [checkpoint=<folder>] [num_tokens=200] [prompt=<text>]`."""
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from sidestream.config.compatibility import check
+from sidestream.config import trust
+from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.launch.record import Launch
 from sidestream.launch.scratch import scratch
+from sidestream.launch.stored import read_config, refused
+from sidestream.tracking.integrity import check_given, newest_whole
 from sidestream.tracking.untrusted import printable
 
 SHOWN = "\n\t"  # of a sample; a model may also have learned what a terminal obeys
-DEFAULTS = {"run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
+DEFAULTS = {trust.KEY: "", "run": "", "checkpoint": "", "num_tokens": "200", "prompt": None}
 
 
 def main(argv: list[str]) -> None:
     options = dict(DEFAULTS)
+    trusted = trust.believed(argv)
     for part in argv:
         key, equals, value = part.partition("=")
         if not equals or key not in DEFAULTS:
             raise ConfigError(key, value, "no such option", expected=", ".join(DEFAULTS), fix="run=<folder>")
         options[key] = value
     run = Path(options["run"]).expanduser().absolute()
-    resolved = run / ".hydra" / "resolved.yaml"
-    checkpoint = _checkpoint(run, options["checkpoint"])
-    if not options["run"] or not resolved.exists() or checkpoint is None:
+    if not options["run"]:
         why = "no run with a checkpoint there"
         raise ConfigError("run", options["run"], why, expected="the folder of a run", fix="run=<folder>")
+    checkpoint = _checkpoint(run, options["checkpoint"])
     if not (options["num_tokens"].isascii() and options["num_tokens"].isdigit()):
         raise ConfigError(
             "num_tokens", options["num_tokens"], "no count", expected="an integer", fix="num_tokens=200"
         )
-    cfg = OmegaConf.load(resolved)
-    assert isinstance(cfg, DictConfig)
-    # One rank: a checkpoint does not depend on how many wrote it.
-    cfg.trainer.devices, cfg.trainer.num_nodes, cfg.strategy.expert_parallel_size = 1, 1, "auto"
-    cfg.initial_weights = None  # the checkpoint takes their place
-    # As in the run: what an expert's capacity is a share of belongs to a micro-batch.
-    cfg.data.micro_batch_size = Launch.load(run).layout.micro_batch_size
+    cfg = read_config(run, trusted=trusted)
+    with refused(run):
+        # As in the run: what an expert's capacity is a share of belongs to a micro-batch.
+        cfg.data.micro_batch_size = Launch.load(run).layout.micro_batch_size
+        layout = check(cfg)
     # The prompt stays out of the config, which would read ${...} in it.
-    report(cfg, checkpoint=checkpoint, prompt=options["prompt"], num_tokens=int(options["num_tokens"]))
+    prompt, num_tokens = options["prompt"], int(options["num_tokens"])
+    report(cfg, layout=layout, checkpoint=checkpoint, prompt=prompt, num_tokens=num_tokens)
 
 
-def report(cfg: DictConfig, *, checkpoint: Path, prompt: str | None, num_tokens: int) -> None:
+def report(cfg: DictConfig, *, layout: Layout, checkpoint: Path, prompt: str | None, num_tokens: int) -> None:
     """Prints the validation loss and a sample."""
-    layout = check(cfg)
     from sidestream.evaluate import evaluate
     from sidestream.launch.worker import RankEnv
 
@@ -60,17 +66,21 @@ def report(cfg: DictConfig, *, checkpoint: Path, prompt: str | None, num_tokens:
     print(f"sample     {printable(text, limit=len(text) + 1, keep=SHOWN)}")
 
 
-def _checkpoint(run: Path, given: str) -> Path | None:
+def _checkpoint(run: Path, given: str) -> Path:
     if given:
         found = Path(given).expanduser().absolute()
-        return found if found.is_dir() else None
-    # Numbers are padded with zeros. A checkpoint that is being written has another name.
-    return max((run / "checkpoints").glob("step-*/"), default=None)
+        lines = check_given(found, key="checkpoint")
+    else:
+        choice = newest_whole(run, key="run")
+        found, lines = choice.folder, choice.lines
+    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr, flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
     try:
+        if trust.believed(sys.argv[1:]):
+            sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
         main(sys.argv[1:])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

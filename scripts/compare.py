@@ -4,10 +4,16 @@ python scripts/compare.py logs/train/multiruns/<sweep>
 python scripts/compare.py RUN RUN --studied link --baseline link=native
 """
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import argparse
 import sys
 from pathlib import Path
 
+from sidestream import scripts
 from sidestream.compare import wandb_runs
 from sidestream.compare.arms import compare
 from sidestream.compare.errors import CompareError
@@ -41,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("folders", nargs="*", type=Path, metavar="folder", help="of a sweep or a run")
     parser.add_argument(
         "--studied",
@@ -83,4 +89,4 @@ def default_out(folders: list[Path]) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints of Mixtral, OLMoE and Qwen3-MoE, in and out.
 
-    python scripts/convert_hf.py describe <hf folder>                 the overrides that make train.py build this model
-    python scripts/convert_hf.py import <hf folder> <new folder>      a Sidestream checkpoint and a model YAML
-    python scripts/convert_hf.py export <run folder> <new folder>     a folder for transformers' from_pretrained
+    python scripts/convert_hf.py describe <hf folder>            the overrides that build this model
+    python scripts/convert_hf.py import <hf folder> <new folder> a checkpoint and a model YAML
+    python scripts/convert_hf.py export <run folder> <new folder> a folder for transformers
+                                   of a run with your classes: and 'trusted_targets=[my_package]'
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 
@@ -11,7 +12,12 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
+import os
 import sys
 import tempfile
 from datetime import timedelta
@@ -20,6 +26,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from sidestream import scripts
+from sidestream.config import trust
 from sidestream.config.errors import ConfigError
 from sidestream.convert.families import config_json, model_options
 
@@ -69,6 +77,7 @@ def import_(source: Path, out: Path) -> None:
     from sidestream.launch.worker import RankEnv
     from sidestream.parallel.mesh import build_parallel
     from sidestream.parallel.world import join_world, leave_world
+    from sidestream.tracking.integrity import digests, seal
 
     options = read_options(source)
     if out.exists():
@@ -83,6 +92,8 @@ def import_(source: Path, out: Path) -> None:
         out.mkdir(parents=True)
         state = {f"model.{name}": value for name, value in model.state_dict().items()}
         dcp.save({"state_dict": state}, checkpoint_id=out / "checkpoint")
+        files = digests((out / "checkpoint").iterdir())
+        seal(out / "checkpoint", step=0, files=files)
         if owns_world:
             leave_world()
     (out / "model").mkdir()
@@ -92,28 +103,28 @@ def import_(source: Path, out: Path) -> None:
     print(f"python train.py -cd {out} model=imported {router} initial_weights={out / 'checkpoint'}")
 
 
-def export(run: Path, out: Path, *, dtype: str | None) -> None:
+def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None = None) -> None:
     """Write the newest checkpoint of a run for transformers, one tensor at a time."""
     import torch
-    import torch.distributed.checkpoint as dcp
 
     from sidestream import build
     from sidestream.convert.huggingface import write_huggingface
-    from sidestream.lightning.checkpoint import checkpoints
+    from sidestream.launch.stored import read_config
+    from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX
+    from sidestream.tracking.integrity import newest_whole
 
-    found = checkpoints(run)
-    if not found:
-        raise ConfigError(
-            "run", run, "no checkpoint in it", expected="a run folder", fix="run=<such a folder>"
-        )
-    cfg: Any = OmegaConf.load(run / ".hydra" / "resolved.yaml")
-    if build.make(cfg.overlap).changes_model:
-        why = f"trained with overlap={getattr(build.make(cfg.overlap), 'name', '?')}, whose model transformers has not"
+    choice = newest_whole(run.absolute(), key="run")
+    print(*choice.lines, sep="\n", end="\n" if choice.lines else "", file=sys.stderr)
+    cfg = read_config(run, trusted=trusted or [])
+    schedule = build.make(cfg, "overlap")
+    if schedule.changes_model:
+        why = f"trained with overlap={getattr(schedule, 'name', '?')}, whose model transformers has not"
         raise ConfigError(
             "run", run, why, expected="a run whose schedule computes the plain model", fix="another run"
         )
-    metadata = dcp.FileSystemReader(found[-1]).read_metadata().state_dict_metadata
+    reader = CheckpointReader(choice.folder)
+    metadata = reader.read_metadata().state_dict_metadata
     entries = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
     names = [name for name in entries if not name.endswith("selection_bias")]
     vocab_size = entries["embedding.weight"].size[0]
@@ -124,23 +135,22 @@ def export(run: Path, out: Path, *, dtype: str | None) -> None:
 
     def tensor(name: str) -> torch.Tensor:
         value = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        dcp.load({PREFIX + name: value}, checkpoint_id=found[-1], no_dist=True)
+        load_state({PREFIX + name: value}, reader, alone=True)
         return value
 
     shape = build.model_shape(cfg, vocab_size=vocab_size)
     write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target)
-    print(f"{out}: {config['architectures'][0]} from {found[-1]}")
+    print(f"{out}: {config['architectures'][0]} from {choice.folder}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = scripts.parser(__doc__, whole=True)
     parser.add_argument("direction", choices=["describe", "import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the exported weights")
-    arguments = parser.parse_args()
+    typed = f"{trust.KEY}="
+    arguments = parser.parse_args([word for word in sys.argv[1:] if not word.startswith(typed)])
     if arguments.direction != "describe" and arguments.out is None:
         parser.error(f"{arguments.direction} needs a folder to write")
     try:
@@ -149,7 +159,10 @@ def main() -> int:
         elif arguments.direction == "import":
             import_(arguments.source, arguments.out)
         else:
-            export(arguments.source, arguments.out, dtype=arguments.dtype)
+            trusted = trust.believed(sys.argv[1:])
+            if trusted:
+                sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
+            export(arguments.source, arguments.out, dtype=arguments.dtype, trusted=trusted)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -157,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

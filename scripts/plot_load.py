@@ -4,15 +4,20 @@ python scripts/plot_load.py logs/train/runs/<run>                   writes exper
 python scripts/plot_load.py logs/train/runs/<run> --out load.png
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import sys
 from pathlib import Path
 
+from sidestream import scripts
 from sidestream.tracking.expert_load import FILE, write_picture
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("folder", type=Path, help="run folder")
     parser.add_argument("--out", type=Path, help="picture to write; default expert_load.png in the folder")
     arguments = parser.parse_args(argv)
@@ -32,4 +37,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -3,7 +3,11 @@
 python scripts/plot_loss.py logs/train/<run> [more run folders] --out docs/loss.png
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from sidestream import scripts
 from sidestream.tracking import names
 from sidestream.tracking.folder import RunFolder
 
@@ -21,7 +26,7 @@ BASELINE_STYLES = {"bigram": (0, (6, 3)), "trigram": (0, (2, 2))}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder")
     parser.add_argument("--out", type=Path, required=True, help="picture to write, e.g. docs/loss.png")
     arguments = parser.parse_args(argv)
@@ -121,4 +126,4 @@ def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -6,7 +6,11 @@ python scripts/render_readme.py --overlap <sweep>              the same for a sw
 python scripts/render_readme.py --quality <sweep> <sweep>      the same for the sweeps of experiment=scmoe_quality
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import contextlib
 import hashlib
 import io
@@ -24,6 +28,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from plot_loss import main as plot_loss
 
+from sidestream import scripts
 from sidestream.compare import quality
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
@@ -78,7 +83,7 @@ DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="take the files of this finished run first"
     )
@@ -355,4 +360,4 @@ def drawn_digest(picture: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

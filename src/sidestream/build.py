@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
+from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.convert.initial import load_before_sharding
 from sidestream.dispatch.local import LocalDispatcher
@@ -31,9 +31,9 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 }
 
 
-def make(node: DictConfig, **kwargs: Any) -> Any:
-    """Instantiate a group's option; plain containers, no OmegaConf objects in it."""
-    return instantiate(node, _convert_="all", **kwargs)
+def make(cfg: DictConfig, group: str, **kwargs: Any) -> Any:
+    """The object that the option of a group describes, see `construct`."""
+    return construct(group, cfg[group], cfg, **kwargs)
 
 
 def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
@@ -81,11 +81,12 @@ def make_movers(cfg: DictConfig, *, exact: bool = False) -> tuple[Any, Any]:
         exact: See `model_builder`.
     """
     # On one rank nothing travels, and a library may not even run there.
-    fusion = make(cfg.fusion)
+    fusion = make(cfg, "fusion")
     if fused_of(fusion) is not None:
         return (LocalDispatcher(), GroupedExperts()) if exact else (fusion, fusion)
     plain = {"capacity_factor": None, "transport": "torch"} if exact else {}
-    return make(cfg.dispatcher, **{name: v for name, v in plain.items() if name in cfg.dispatcher}), fusion
+    own: dict[str, Any] = {name: value for name, value in plain.items() if name in cfg.dispatcher}
+    return make(cfg, "dispatcher", **own), fusion
 
 
 def initial_weights(cfg: DictConfig) -> Path | None:
@@ -109,9 +110,9 @@ def model_builder(
     """
     dtype, compute_dtype = PRECISIONS[cfg.trainer.precision]
     shape = model_shape(cfg, vocab_size=vocab_size)
-    router, balance = make(cfg.router), make(cfg.balance)
+    router, balance = make(cfg, "router"), make(cfg, "balance")
     dispatcher, fusion = make_movers(cfg, exact=exact)
-    schedule, link = make(cfg.overlap), make(cfg.link)
+    schedule, link = make(cfg, "overlap"), make(cfg, "link")
 
     padding = padding_rows(cfg, num_sequences * cfg.data.seq_length) if num_sequences else 0
 
@@ -141,7 +142,7 @@ def model_builder(
 def reduction(cfg: DictConfig) -> Reduction:
     """The owner of the gradients: `_target_` of the strategy, with its own keys."""
     options = {k: v for k, v in cfg.strategy.items() if k not in ("expert_parallel_size", "timeout_seconds")}
-    return make(OmegaConf.create(options))
+    return construct("strategy", OmegaConf.create(options), cfg)
 
 
 def param_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -157,7 +158,7 @@ def param_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[st
 def optimizer_builder(cfg: DictConfig) -> Callable[[MoETransformer], Optimizer]:
     """Return a function that builds the optimizer of a model."""
     weight_decay = float(cfg.optimizer.get("weight_decay", 0.0))
-    build = make(cfg.optimizer, _partial_=True)
+    build = make(cfg, "optimizer", partial=True)
     recorded = bool(cfg.graph.get("include_optimizer"))
 
     def build_for(model: MoETransformer) -> Optimizer:

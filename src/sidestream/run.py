@@ -23,7 +23,6 @@ from omegaconf import DictConfig
 
 from sidestream import build
 from sidestream.config.compatibility import Layout
-from sidestream.config.errors import ConfigError
 from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
@@ -34,7 +33,7 @@ from sidestream.graph.findings import legend
 from sidestream.launch import phase, stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
-from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
+from sidestream.lightning.checkpoint import SaveCheckpoints
 from sidestream.lightning.environment import RankEnvironment
 from sidestream.lightning.loggers import build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
@@ -48,6 +47,7 @@ from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
+from sidestream.tracking.integrity import resumed
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
 from sidestream.tracking.result import Baselines, Graph, Metrics, Overflow, Overlap, RunResult
@@ -73,7 +73,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     _quiet()
     run_folder, launch = RunFolder(folder), Launch.load(folder) if env.rank == 0 else None
     phase.enter(phase.READING)
-    corpus: Corpus = build.make(cfg.data).load()
+    corpus: Corpus = build.make(cfg, "data").load()
     phase.enter(phase.BUILDING)
     counts = _account(cfg, corpus)
     start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
@@ -126,7 +126,7 @@ def _fit(
         expert_parallel_size=layout.expert_parallel_size,
         reduction=build.reduction(cfg),
         timeout_seconds=cfg.strategy.timeout_seconds,
-        graph=build.make(cfg.graph),
+        graph=build.make(cfg, "graph"),
         store=torchrun.store,
     )
     common: dict[str, Any] = {
@@ -167,7 +167,9 @@ def _fit(
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
     try:
-        trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
+        trainer.fit(
+            module, batches, validation, ckpt_path=None if cfg.resume is None else resumed(cfg.resume)
+        )
     except LintFinished as done:
         if env.rank == 0:
             told = [*done.lines, *legend(done.lines)] or ["clean: a graph can repeat this step"]
@@ -201,7 +203,7 @@ def _module(
             num_sequences=layout.micro_batch_size,
         ),
         build_optimizer=build.optimizer_builder(cfg),
-        factor=build.make(cfg.scheduler, max_steps=cfg.trainer.max_steps),
+        factor=build.make(cfg, "scheduler", max_steps=cfg.trainer.max_steps),
         recipe=Recipe(
             seed=cfg.seed,
             global_batch_size=cfg.data.global_batch_size,
@@ -211,7 +213,7 @@ def _module(
             autocast=build.PRECISIONS[cfg.trainer.precision][1] is not None,
             data_checksum=corpus.checksum,
             changes_model=bool(start.changes_model),
-            function=getattr(build.make(cfg.overlap), "function", "plain"),
+            function=getattr(build.make(cfg, "overlap"), "function", "plain"),
             initial_weights=build.initial_weights(cfg),
         ),
         recorder=recorder,
@@ -266,25 +268,10 @@ def _device(layout: Layout, env: RankEnv) -> torch.device:
     return torch.device("cpu")
 
 
-def _resume_from(cfg: DictConfig) -> Path | None:
-    if cfg.resume is None:
-        return None
-    found = checkpoints(Path(cfg.resume))
-    if not found:
-        raise ConfigError(
-            "resume",
-            cfg.resume,
-            "no complete checkpoint in it",
-            expected="a folder with checkpoints/step-*",
-            fix="resume=null to start anew",
-        )
-    return found[-1]
-
-
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
-    top_k = build.make(cfg.router).top_k  # a user's own router may fix it
-    schedule = build.make(cfg.overlap)
+    top_k = build.make(cfg, "router").top_k  # a user's own router may fix it
+    schedule = build.make(cfg, "overlap")
     with torch.device("meta"):
         added = schedule.extra(shape).values() if hasattr(schedule, "extra") else ()
         extra = sum(p.numel() for module in added for p in module.parameters())
@@ -314,7 +301,7 @@ def _start_result(
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,
-        changes_model=bool(build.make(cfg.overlap).changes_model or cfg.router.get("force_balance")),
+        changes_model=bool(build.make(cfg, "overlap").changes_model or cfg.router.get("force_balance")),
         metrics=Metrics(baselines=Baselines(**ngram_baselines(corpus)) if launch else Baselines()),
         versions=package_versions(),
         commit=f"{commit}-dirty" if commit and dirty else commit,

@@ -227,7 +227,7 @@ def test_a_mistake_is_one_line_with_key_value_reason_and_way_out(
 def test_a_missing_data_folder_of_a_users_option_is_named(compose: Compose, tmp_path: Path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text(
-        "_target_: sidestream.X\nroot: /not/there\nseq_length: 8\nglobal_batch_size: 8\n"
+        "_target_: sidestream.data.text.TextFiles\nroot: /not/there\nseq_length: 8\nglobal_batch_size: 8\n"
     )
     line = refusal(compose, "data=mine", f"hydra.searchpath=[file://{tmp_path}]")
     assert line.startswith("data.root=/not/there: missing or unreadable")

@@ -288,7 +288,8 @@ def test_a_users_own_dispatcher_may_have_other_keys_of_the_same_name(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_pkg.py").touch()
+    methods = "".join(f"    def {name}(self, *_): ...\n" for name in ("dispatch", "combine"))
+    (tmp_path / "my_pkg.py").write_text(f"class Mine:\n{methods}")
     (tmp_path / "dispatcher").mkdir()
     (tmp_path / "dispatcher" / "mine.yaml").write_text(
         "_target_: my_pkg.Mine\nalignment: 24\ntransport: library\nwire_dtype: mxfp8\n"

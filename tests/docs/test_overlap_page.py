@@ -42,7 +42,7 @@ def test_the_page_says_which_schedules_are_another_model(compose):
     there = {path.stem for path in (REPOSITORY / "conf" / "overlap").glob("*.yaml")}
     assert set(shown) == there
     for name, word in shown.items():
-        assert make(compose(f"overlap={name}").overlap).changes_model == (word == "yes"), name
+        assert make(compose(f"overlap={name}"), "overlap").changes_model == (word == "yes"), name
 
 
 @pytest.mark.parametrize("overrides", [["measure.scope=part"], ["measure.rounds=0"], ["+measure.bogus=1"]])

@@ -1,12 +1,9 @@
 """What fits what, decided before any process is started. Pure but for looking at folders and at this machine."""
 
-import importlib.util
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -24,8 +21,7 @@ from sidestream.config.model_check import check_model, moe_blocks
 from sidestream.config.overlap_check import check_overlap
 from sidestream.config.predict_check import check_for_training
 from sidestream.config.routing_check import check_routing
-
-TRUSTED_TARGETS = ("sidestream", "torch.optim", "lightning")
+from sidestream.config.trust import check_targets
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def check(
     check_keys(cfg)
     if not predicts:
         check_for_training(cfg)
-    _check_targets(cfg)
+    check_targets(cfg, imports=not predicts)
     check_model(cfg.model)
     _check_router(cfg)
     check_data(cfg)
@@ -110,38 +106,6 @@ def _check_precision(cfg: DictConfig) -> None:
             expected="32-true or bf16-mixed",
             fix="trainer.precision=bf16-mixed",
         )
-
-
-def _check_targets(cfg: DictConfig) -> None:
-    trusted = [prefix.rstrip(".") for prefix in (*TRUSTED_TARGETS, *cfg.trusted_targets)]
-    # Resolved: an interpolation may name a class too.
-    for key, target in _targets(OmegaConf.to_container(cfg, resolve=True), ""):
-        package = target.partition(".")[0]
-        if not any(f"{target}.".startswith(f"{prefix}.") for prefix in trusted):
-            raise ConfigError(
-                key,
-                target,
-                "this class is not from a trusted package",
-                expected=f"a class of {', '.join(trusted)}",
-                fix=f"trusted_targets=[{','.join([*cfg.trusted_targets, package])}] if you trust it",
-            )
-        own = any(prefix.partition(".")[0] == package for prefix in TRUSTED_TARGETS)
-        if not own and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                key,
-                target,
-                f"{package} cannot be imported",
-                expected="a package that is installed, on PYTHONPATH or in the current folder",
-                fix=f"run from the folder that holds {package}",
-            )
-
-
-def _targets(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict | list):
-        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _targets(value, f"{key}.{name}" if key else str(name))
-    elif key.endswith("_target_"):
-        yield key, str(node)
 
 
 def _check_router(cfg: DictConfig) -> None:

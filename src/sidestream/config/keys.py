@@ -8,11 +8,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.hints import RENAMED, nearest_value, unknown_key
+from sidestream.config.schema import SCHEMAS, Root
 
 CONF = Path(__file__).parents[3] / "conf"
 # Where a schema says nothing else. Beyond these something overflows: a C integer, a time, a float's range.
 LARGEST_INTEGER, LARGEST_NUMBER = 2**31 - 1, 1e12
-_FIRST = {
+_FIRST = [
     "tiny",
     "softmax",
     "aux_loss",
@@ -21,7 +22,17 @@ _FIRST = {
     "wsd",
     "default",
     "replicate",
-}  # options to quote
+]  # options to quote
+
+
+def takes_a_list(key: str) -> bool:
+    """Whether a key has a list as its value in some shipped option."""
+    group, _, name = key.rpartition(".")
+    schemas: list[Any] = [*SCHEMAS.get(group, {}).values()] if group else [Root]
+    kinds = [
+        schema.__dataclass_fields__[name].type for schema in schemas if name in schema.__dataclass_fields__
+    ]
+    return any("list" in str(kind) for kind in kinds)
 
 
 def check_keys(cfg: DictConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sidestream.config.compatibility import Layout
-from sidestream.launch import failures, phase
+from sidestream.launch import failures, phase, status
 from sidestream.launch.processes import PARENT, Signals, kill_group, send
 from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
@@ -47,8 +47,10 @@ def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
         try:
             for number in range(layout.world_size):
                 ranks.append(_start(folder, number, layout=layout, store=shared / "store"))
+            status.follow(lambda: status.of_ranks([phase.read(shared, rank.number) for rank in ranks]))
             _watch(ranks, signals)
         finally:
+            status.end()
             for rank in ranks:
                 kill_group(rank.process)
         return _conclude(folder, ranks, signals, debug=debug)

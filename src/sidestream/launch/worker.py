@@ -2,7 +2,7 @@
 
 import argparse
 import faulthandler
-import importlib
+import json
 import logging
 import os
 import signal
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from sidestream.config import trust
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import failures, phase, stopping
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
-from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch.record import Launch, as_config, load_resolved
 
 STORE = "SIDESTREAM_STORE"
 
@@ -83,9 +84,12 @@ def _say_phase(cfg: DictConfig, env: RankEnv) -> None:
 
 def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
     """What every rank calls: training, or what the config of a script puts in its place."""
-    target = cfg.measure["_target_"] if "measure" in cfg else "sidestream.run.train"
-    module, _, name = target.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    phase.beat("importing Lightning")
+    if "measure" in cfg:
+        return trust.find("measure._target_", cfg.measure["_target_"], cfg)
+    from sidestream.run import train
+
+    return train
 
 
 def _configure_logging(folder: Path, env: RankEnv) -> None:
@@ -109,6 +113,7 @@ def _use_cores(trainer: DictConfig, env: RankEnv) -> None:
     threads = max(1, share) if trainer.threads_per_rank == "auto" else trainer.threads_per_rank
     if trainer.threads_per_rank != "auto" or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        phase.beat("importing torch")
         import torch
 
         torch.set_num_threads(threads)
@@ -129,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     folder = parser.parse_args().folder
-    cfg = OmegaConf.load(folder / RESOLVED)
-    assert isinstance(cfg, DictConfig)
+    trusted = json.loads(os.environ.get(trust.VARIABLE, "[]"))
+    cfg = as_config({**load_resolved(folder), trust.KEY: trusted})
     layout = Launch.load(folder).layout
     sys.exit(run_rank(cfg, layout=layout, folder=folder, env=RankEnv.from_environ()))
 

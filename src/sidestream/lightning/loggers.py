@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
-from sidestream.lightning.checkpoint import checkpoints, step_of
 from sidestream.tracking import names
 from sidestream.tracking.folder import RunFolder, write_text_atomic
+from sidestream.tracking.integrity import resumed, step_of
 from sidestream.tracking.wandb_mode import mode_of
 
 
@@ -74,9 +74,7 @@ def build_loggers(
         identity=dict(identity),
         job_type=job_type,
     )
-    # Partial: an argument given to `instantiate` itself would be turned into a config first.
-    build = instantiate(logger_cfg, _partial_=True, _convert_="all")
-    return [build(context)]
+    return [construct("logger", logger_cfg, cfg, partial=True)(context)]
 
 
 def finish_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
@@ -124,9 +122,8 @@ def tensorboard_logger(context: LoggerContext) -> TensorBoardLogger:
             fix="run pip install 'tensorboard>=2.16' or set logger=csv",
         )
     resume = context.config.get("resume")
-    found = checkpoints(Path(resume)) if resume else []
     # From this step on the viewer drops what an earlier start wrote: it is logged again.
-    purge: dict[str, Any] = {"purge_step": step_of(found[-1]) + 1} if found else {}
+    purge: dict[str, Any] = {"purge_step": step_of(resumed(resume)) + 1} if resume else {}
     logger = TensorBoardLogger(context.folder, name="tensorboard", version="", **purge)
     text = OmegaConf.to_yaml(
         OmegaConf.create({**context.identity, "choices": context.choices, **context.config})

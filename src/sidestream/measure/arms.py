@@ -183,8 +183,8 @@ def sidestream_arm(
     )
     dispatcher.wire(group=group, spec=spec, link=NativeLink())
     parts = MoEParts(
-        router=make(cfg.router),
-        balance=make(cfg.balance),
+        router=make(cfg, "router"),
+        balance=make(cfg, "balance"),
         dispatcher=dispatcher,
         fusion=fusion,
         expert_range=weights.expert_range,

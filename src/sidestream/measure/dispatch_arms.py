@@ -132,7 +132,7 @@ class DispatcherArm:
         self.cfg = compose_dispatch(conf, shape, ",".join([name, *extra]))
         alignment = resolve_alignment(self.cfg.fusion.alignment, dtype=dtype, device_type=device.type)
         self.alignment = math.lcm(alignment, self.cfg.dispatcher.get("alignment", 1))
-        self.dispatcher = make(self.cfg.dispatcher)
+        self.dispatcher = make(self.cfg, "dispatcher")
         spec = DispatchSpec(
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
