@@ -33,6 +33,7 @@ from sidestream.compare import quality
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
+from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.markdown import notes
 from sidestream.tracking.markdown import table as markdown_table
@@ -94,11 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.quality is not None:
-            take_quality(arguments.quality)
+            take_quality([latest.sweep(folder) for folder in arguments.quality])
         if arguments.run is not None:
-            take(arguments.run)
+            take(latest.run(arguments.run))
         if arguments.overlap is not None:
-            take_overlap(arguments.overlap)
+            take_overlap(latest.sweep(arguments.overlap))
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
         write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
         write_text_atomic(OVERLAP, render_overlap(OVERLAP.read_text(encoding="utf-8")))

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from sidestream.config.errors import ConfigError, is_of_place
+from sidestream.launch import status
+from sidestream.tracking.untrusted import printable
 
 WIDTH = 100
 
@@ -29,23 +31,28 @@ def parser(doc: str | None, *, whole: bool = False, **options: Any) -> argparse.
     return argparse.ArgumentParser(description=description, formatter_class=form, **options)
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """Ends the process with what `main` returns: 130 after Ctrl-C, 2 for an error of the user's, each in one line."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # from here on there may be something to clean up
+def run(main: Callable[[], int | None], *, shows_status: bool = False) -> NoReturn:
+    """Ends the process with what `main` returns: 130 after Ctrl-C, 2 for an error of the user's, each in one line.
+
+    Args:
+        shows_status: What `main` says through `launch.status` is shown on stderr.
+    """
+    # From here on there may be something to clean up, so it is an exception.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if shows_status:
+        status.begin(sys.stderr)
     try:
-        code = main()
+        sys.exit(main())
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("\nerror: interrupted", file=sys.stderr, flush=True)
-        sys.exit(130)
+        line, code = "interrupted", 130
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        line, code = printable(error, limit=2000), 2
     except OSError as error:
         if not is_of_place(error):
             raise
-        print(f"error: {': '.join(filter(None, (error.filename, error.strerror)))}", file=sys.stderr)
-        sys.exit(2)
+        line, code = ": ".join(str(part) for part in (error.filename, error.strerror) if part), 2
+    finally:
+        status.end()
+    print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(code)

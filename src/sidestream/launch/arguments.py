@@ -12,6 +12,8 @@ from hydra._internal.utils import get_args_parser  # the only place that knows H
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import takes_a_list
+from sidestream.tracking import latest
+from sidestream.tracking.integrity import checkpoints
 
 _SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'", re.DOTALL)
 
@@ -62,6 +64,31 @@ def config_flags(argv: list[str]) -> list[str]:
     if parsed.config_name:
         flags += ["--config-name", parsed.config_name]
     return flags
+
+
+def with_latest(argv: list[str]) -> list[str]:
+    """Returns the arguments with folders in place of `latest`, see `tracking.latest`.
+
+    Raises:
+        ConfigError: there is no run, no sweep, or no checkpoint in the run.
+    """
+    named = {key_of(part): value_of(part) for part in argv if "=" in part}
+    logs = Path(named.get("paths.log_dir", latest.LOGS))
+    found = {}
+    for key in ("resume", "resume_sweep", "initial_weights"):
+        value = named.get(key, "")
+        if Path(value).name == latest.WORD:
+            find = latest.sweep if key == "resume_sweep" else latest.run
+            found[key] = find(value, key=key, logs=logs)
+    if "initial_weights" in found and found["initial_weights"] != Path(named["initial_weights"]):
+        there = checkpoints(found["initial_weights"])
+        if not there:
+            why, expected = "the newest run has no checkpoint", "a run with checkpoints"
+            raise ConfigError(
+                "initial_weights", latest.WORD, why, expected=expected, fix="initial_weights=<folder>"
+            )
+        found["initial_weights"] = there[-1]
+    return [f"{key}={quoted(found[key])}" if (key := key_of(part)) in found else part for part in argv]
 
 
 def refuse_study(hydra: Any, argv: list[str]) -> None:

@@ -7,6 +7,7 @@ another process, writes over it.
 
 import atexit
 import os
+import re
 import shutil
 import sys
 import threading
@@ -21,6 +22,7 @@ FIRST = 1.0  # seconds after the start, and between lines that say something new
 AGAIN = 2.5  # seconds after which the same is said again
 MINUTE = 60.0  # seconds; later it is said ever less often
 REDRAW = 0.2  # seconds
+_NUMBERS = re.compile(r"\d+")
 _SHORT = 76  # columns; what is printed over it is longer
 
 
@@ -63,8 +65,9 @@ class Status:
                 self._said = doing
                 return
             again = AGAIN if elapsed < MINUTE else elapsed / 4
-            if now - self._spoke >= (FIRST if doing != self._said else again):
-                self._said, self._spoke = doing, now
+            kind = _NUMBERS.sub("", doing)  # a count that goes on is nothing new
+            if now - self._spoke >= (FIRST if kind != self._said else again):
+                self._said, self._spoke = kind, now
                 self._write(f"{doing} ({elapsed:.0f} s)\n")
 
     def line(self, text: str) -> None:
@@ -133,13 +136,21 @@ def of_ranks(phases: Sequence[phase.Phase]) -> str | None:
     if first.name not in phase.BEFORE_TRAINING:
         if _current is not None and _current.live:
             return None
-        return str(first) if time.monotonic() - first.entered >= AGAIN else None
+        if first.name == phase.LEAVING:
+            return None
+        return first.place if time.monotonic() - first.entered >= AGAIN else None
     order = phase.BEFORE_TRAINING
     behind = min(phases, key=lambda p: order.index(p.name) if p.name in order else len(order))
     who = "" if len(phases) == 1 else f"{len(phases)} ranks: "
     if behind.name != first.name:
         who = f"rank {phases.index(behind)}: "
-    return f"{who}{behind.doing or behind}"
+    return f"{who}{behind.doing or behind.place}"
+
+
+def of_process() -> str:
+    """Returns what this process is doing, by its own phase."""
+    now = phase.current()
+    return now.doing or str(now)
 
 
 def end() -> None:
@@ -158,4 +169,4 @@ def _redraw(status: Status) -> None:
 
 atexit.register(end)
 
-__all__ = ["Status", "begin", "end", "follow", "line", "of_ranks", "say"]
+__all__ = ["Status", "begin", "end", "follow", "line", "of_process", "of_ranks", "say"]
