@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError
-from sidestream.config.schema import known_keys, options_with
+from sidestream.config.schema import SCHEMAS, Root, known_keys, options_with
 
 # What people type, from other frameworks or older habits -> the key here.
 RENAMED = {
@@ -90,6 +90,16 @@ def nearest(key: str) -> list[str]:
     in_group = difflib.get_close_matches(key, [known for known in keys if known.startswith(group)], n=3)
     anywhere = difflib.get_close_matches(key, keys, n=3)
     return list(dict.fromkeys([*same_name, *in_group, *anywhere]))[:3]
+
+
+def takes_a_list(key: str) -> bool:
+    """Whether a key has a list as its value in some shipped option."""
+    group, _, name = key.rpartition(".")
+    schemas: list[Any] = [*SCHEMAS.get(group, {}).values()] if group else [Root]
+    kinds = [
+        schema.__dataclass_fields__[name].type for schema in schemas if name in schema.__dataclass_fields__
+    ]
+    return any("list" in str(kind) for kind in kinds)
 
 
 def check_keys(cfg: DictConfig) -> None:
