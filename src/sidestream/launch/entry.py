@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config import schema, trust
+from sidestream.config import hydra_trust, schema, trust
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
 from sidestream.config.help import help_text
@@ -24,6 +24,7 @@ from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, save_resolved
 from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
+from sidestream.launch.stored import refused
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
 from sidestream.tracking.untrusted import printable
@@ -36,11 +37,12 @@ def run(main: Callable[[], None]) -> NoReturn:
     die_with_parent(signal.SIGTERM)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints and exits before we can explain
     register()
-    sys.path.append(os.getcwd())  # the user's package may lie here
-    if torchrun.follows():
-        sys.exit(torchrun.follow())
     _typed[:] = sys.argv[1:]
     try:
+        if trust.believed(_typed):  # the user's package may lie here; otherwise nothing here is code
+            sys.path.append(os.getcwd())
+        if torchrun.follows():
+            sys.exit(torchrun.follow())
         sys.argv[1:] = resume.rewrite(sweeps.rewrite(arguments.without_null(_typed)))
         main()
     except Exception as error:
@@ -55,6 +57,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 def register() -> None:
     """Makes schemas and resolvers known; `conf/` cannot be composed without. May be called twice."""
     schema.register()
+    hydra_trust.install()
     OmegaConf.register_new_resolver("help_text", help_text, replace=True)
     OmegaConf.register_new_resolver("job_label", arguments.job_label, replace=True)
 
@@ -83,15 +86,18 @@ class BeforeRun(Callback):
     def _check(self, config: DictConfig) -> None:
         folder = Path(config.hydra.run.dir).absolute()
         cfg = of_the_task(config, folder=folder)
-        layout = check(cfg, **torchrun.world())
         if cfg.resume is None:
+            check(cfg, **torchrun.world())
             _claim(folder)
-        elif Path(cfg.resume).absolute() != folder:
+            return
+        if Path(cfg.resume).absolute() != folder:
             why = "only the command line can resume a run"
             raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
-        else:
+        with refused(folder, "resume"):
+            layout = check(cfg, **torchrun.world())
             lines = resume.check_changes(folder, new=resolve(cfg), layout=layout)
-            print(*lines, sep="\n" if lines else "", end="\n" if lines else "", flush=True)
+        for line in lines:
+            print(printable(line), flush=True)
 
 
 def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:

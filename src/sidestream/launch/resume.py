@@ -5,17 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError, as_typed
-from sidestream.launch import arguments
-from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch import arguments, taken
+from sidestream.launch.record import RESOLVED, Launch, load_resolved
+from sidestream.tracking.untrusted import Unreadable
 
 # What a checkpoint depends on. The seed draws the order of the data.
 FIXED = ("model.", "router.", "balance.", "data.", "seed")
 FREE = ("data.micro_batch_size", "data.cache_dir")  # memory and places only
-IGNORED = ("resume", "debug")
+IGNORED = ("resume", "debug", "trusted_targets")
 
 
 def rewrite(argv: list[str]) -> list[str]:
@@ -39,15 +38,15 @@ def rewrite(argv: list[str]) -> list[str]:
     launch = _launch(folder, value)
     own = [part for part in overrides if arguments.key_of(part) != "resume"]
     set_again = {arguments.key_of(part) for part in own}
-    saved = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    kept = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    saved = taken.take(kept, folder=folder, option="resume")
+    taken.refuse_flags(launch.flags, arguments.config_flags(argv), folder=folder, option="resume")
     place = [
         f"resume={arguments.quoted(folder)}",
         f"hydra.run.dir={arguments.quoted(folder)}",
         "hydra.output_subdir=.hydra/resume",
     ]
-    given = arguments.config_flags(argv)
-    kept = [] if given else launch.flags
-    return [*flags, *kept, *saved, *own, *place]
+    return [*flags, *saved, *own, *place]
 
 
 def _launch(folder: Path, value: str) -> Launch:
@@ -57,6 +56,10 @@ def _launch(folder: Path, value: str) -> Launch:
     except FileNotFoundError as error:
         why = "no run was started in this folder" if folder.is_dir() else "there is no such folder"
         raise ConfigError("resume", value, why, expected=expected, fix="resume=<run folder>") from error
+    except Unreadable as error:
+        raise ConfigError(
+            "resume", value, str(error), expected=expected, fix="resume=<run folder>"
+        ) from error
     if not any((folder / "checkpoints").glob("step-*/")):
         why = "the run has no checkpoint yet"
         raise ConfigError("resume", value, why, expected=expected, fix="run it again from the start")
@@ -72,7 +75,7 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout) -> list[
     Raises:
         ConfigError: the change would make the checkpoint another model's or another data order's.
     """
-    old = dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / RESOLVED)), ""))
+    old = dict(_flat(load_resolved(folder), ""))
     now = dict(_flat(new, ""))
     lines = []
     for key in dict.fromkeys([*old, *now]):

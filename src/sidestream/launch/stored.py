@@ -38,8 +38,11 @@ def read_config(run: Path, *, trusted: list[str]) -> DictConfig:
 
 
 @contextmanager
-def refused(run: Path) -> Iterator[None]:
+def refused(run: Path, option: str = "run") -> Iterator[None]:
     """Makes one line of whatever goes wrong with the content of a run folder.
+
+    Args:
+        option: What the user named the folder with.
 
     Raises:
         ConfigError: in place of it.
@@ -48,13 +51,10 @@ def refused(run: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Unreadable as error:
-        raise ConfigError(
-            "run", run, str(error), expected="the folder of a run", fix="run=<folder>"
-        ) from error
     except Exception as error:
-        why = f"its config is none of a run ({type(error).__name__}: {error})"
-        raise ConfigError("run", run, why, expected="the folder of a run", fix="run=<folder>") from error
+        found = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+        why, expected = f"its config is none of a run ({found})", "the folder of a run"
+        raise ConfigError(option, run, why, expected=expected, fix=f"{option}=<folder>") from error
 
 
 __all__ = ["read_config", "refused"]
