@@ -12,6 +12,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.launch.record import Launch
 from sidestream.launch.scratch import scratch
 from sidestream.launch.stored import read_config, refused
+from sidestream.tracking.integrity import check_given, newest_whole
 from sidestream.tracking.untrusted import printable
 
 SHOWN = "\n\t"  # of a sample; a model may also have learned what a terminal obeys
@@ -27,10 +28,10 @@ def main(argv: list[str]) -> None:
             raise ConfigError(key, value, "no such option", expected=", ".join(DEFAULTS), fix="run=<folder>")
         options[key] = value
     run = Path(options["run"]).expanduser().absolute()
-    checkpoint = _checkpoint(run, options["checkpoint"])
-    if not options["run"] or checkpoint is None:
+    if not options["run"]:
         why = "no run with a checkpoint there"
         raise ConfigError("run", options["run"], why, expected="the folder of a run", fix="run=<folder>")
+    checkpoint = _checkpoint(run, options["checkpoint"])
     if not (options["num_tokens"].isascii() and options["num_tokens"].isdigit()):
         raise ConfigError(
             "num_tokens", options["num_tokens"], "no count", expected="an integer", fix="num_tokens=200"
@@ -60,12 +61,15 @@ def report(cfg: DictConfig, *, layout: Layout, checkpoint: Path, prompt: str | N
     print(f"sample     {printable(text, limit=len(text) + 1, keep=SHOWN)}")
 
 
-def _checkpoint(run: Path, given: str) -> Path | None:
+def _checkpoint(run: Path, given: str) -> Path:
     if given:
         found = Path(given).expanduser().absolute()
-        return found if found.is_dir() else None
-    # Numbers are padded with zeros. A checkpoint that is being written has another name.
-    return max((run / "checkpoints").glob("step-*/"), default=None)
+        lines = check_given(found, key="checkpoint")
+    else:
+        choice = newest_whole(run, key="run")
+        found, lines = choice.folder, choice.lines
+    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr, flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def import_(source: Path, out: Path) -> None:
     from sidestream.launch.worker import RankEnv
     from sidestream.parallel.mesh import build_parallel
     from sidestream.parallel.world import join_world, leave_world
+    from sidestream.tracking.integrity import digests, seal
 
     options = read_options(source)
     if out.exists():
@@ -86,6 +87,8 @@ def import_(source: Path, out: Path) -> None:
         out.mkdir(parents=True)
         state = {f"model.{name}": value for name, value in model.state_dict().items()}
         dcp.save({"state_dict": state}, checkpoint_id=out / "checkpoint")
+        files = digests((out / "checkpoint").iterdir())
+        seal(out / "checkpoint", step=0, files=files)
         if owns_world:
             leave_world()
     (out / "model").mkdir()
@@ -98,19 +101,16 @@ def import_(source: Path, out: Path) -> None:
 def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None = None) -> None:
     """Write the newest checkpoint of a run for transformers, one tensor at a time."""
     import torch
-    import torch.distributed.checkpoint as dcp
 
     from sidestream import build
     from sidestream.convert.huggingface import write_huggingface
     from sidestream.launch.stored import read_config
-    from sidestream.lightning.checkpoint import checkpoints
+    from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX
+    from sidestream.tracking.integrity import newest_whole
 
-    found = checkpoints(run)
-    if not found:
-        raise ConfigError(
-            "run", run, "no checkpoint in it", expected="a run folder", fix="run=<such a folder>"
-        )
+    choice = newest_whole(run.absolute(), key="run")
+    print(*choice.lines, sep="\n", end="\n" if choice.lines else "", file=sys.stderr)
     cfg = read_config(run, trusted=trusted or [])
     schedule = build.make(cfg, "overlap")
     if schedule.changes_model:
@@ -118,7 +118,8 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
         raise ConfigError(
             "run", run, why, expected="a run whose schedule computes the plain model", fix="another run"
         )
-    metadata = dcp.FileSystemReader(found[-1]).read_metadata().state_dict_metadata
+    reader = CheckpointReader(choice.folder)
+    metadata = reader.read_metadata().state_dict_metadata
     entries = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
     names = [name for name in entries if not name.endswith("selection_bias")]
     vocab_size = entries["embedding.weight"].size[0]
@@ -129,12 +130,12 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
 
     def tensor(name: str) -> torch.Tensor:
         value = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        dcp.load({PREFIX + name: value}, checkpoint_id=found[-1], no_dist=True)
+        load_state({PREFIX + name: value}, reader, alone=True)
         return value
 
     shape = build.model_shape(cfg, vocab_size=vocab_size)
     write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target)
-    print(f"{out}: {config['architectures'][0]} from {found[-1]}")
+    print(f"{out}: {config['architectures'][0]} from {choice.folder}")
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,11 @@ def evaluate(
         source: DataSource = build.make(cfg, "data")
         text = source.example_prompt if prompt is None else prompt
         corpus = source.load()
-        check_corpus(corpus, checkpoint)
+        _read(lambda: check_corpus(corpus, checkpoint), checkpoint)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
         build_model = build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device, exact=True)
         model = build_model(parallel)
-        load_weights(model, checkpoint)
+        _read(lambda: load_weights(model, checkpoint), checkpoint)
         model.eval()
         autocast = build.PRECISIONS[cfg.trainer.precision][1] is not None
         with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
@@ -79,6 +80,18 @@ def evaluate(
         if owns_world:
             leave_world()
     return {"val_loss": loss, "unit": corpus.unit, "prompt": text, "sample": source.decode(tokens)}
+
+
+def _read(read: Callable[[], None], checkpoint: Path) -> None:
+    try:
+        read()
+    except ConfigError:
+        raise
+    except ValueError as error:  # damaged, or of another model
+        expected = "a whole checkpoint of this run"
+        raise ConfigError(
+            "checkpoint", checkpoint, str(error), expected=expected, fix="name another one"
+        ) from error
 
 
 def check_corpus(corpus: Corpus, checkpoint: Path) -> None:

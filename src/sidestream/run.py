@@ -23,7 +23,6 @@ from omegaconf import DictConfig
 
 from sidestream import build
 from sidestream.config.compatibility import Layout
-from sidestream.config.errors import ConfigError
 from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
@@ -34,7 +33,7 @@ from sidestream.graph.findings import legend
 from sidestream.launch import phase, stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
-from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
+from sidestream.lightning.checkpoint import SaveCheckpoints
 from sidestream.lightning.environment import RankEnvironment
 from sidestream.lightning.loggers import build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
@@ -48,6 +47,7 @@ from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
+from sidestream.tracking.integrity import resumed
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
 from sidestream.tracking.result import Baselines, Graph, Metrics, Overflow, Overlap, RunResult
@@ -167,7 +167,9 @@ def _fit(
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
     try:
-        trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
+        trainer.fit(
+            module, batches, validation, ckpt_path=None if cfg.resume is None else resumed(cfg.resume)
+        )
     except LintFinished as done:
         if env.rank == 0:
             told = [*done.lines, *legend(done.lines)] or ["clean: a graph can repeat this step"]
@@ -264,21 +266,6 @@ def _device(layout: Layout, env: RankEnv) -> torch.device:
         torch.cuda.set_device(env.local_rank)
         return torch.device("cuda", env.local_rank)
     return torch.device("cpu")
-
-
-def _resume_from(cfg: DictConfig) -> Path | None:
-    if cfg.resume is None:
-        return None
-    found = checkpoints(Path(cfg.resume))
-    if not found:
-        raise ConfigError(
-            "resume",
-            cfg.resume,
-            "no complete checkpoint in it",
-            expected="a folder with checkpoints/step-*",
-            fix="resume=null to start anew",
-        )
-    return found[-1]
 
 
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:

@@ -12,6 +12,7 @@ from sidestream.dispatch.base import Received, Routing
 from sidestream.fusion.grouped import GroupedExperts
 from sidestream.fusion.loop import LoopExperts
 from sidestream.overlap.path import RoutedPath
+from sidestream.parallel.reduction import local
 from sidestream.routing.balance import AuxLoss
 from sidestream.routing.router import Decision, SoftmaxRouter, top_k_stable
 from tests.core.build_tiny import (
@@ -249,6 +250,32 @@ def gradient_that_is_not_finite(rank, world):
 
 def test_a_gradient_that_is_not_finite_is_not_committed_on_any_rank():
     ranks(2).run(gradient_that_is_not_finite)
+
+
+def broken_replica(rank, world, where):
+    """A gradient that is not finite in one replica only, behind the reduction: what every rank says."""
+    setup = Setup(ep=2)
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    step.attempt(local_batch(setup, 0, rank, world))
+    if rank == 1:
+        grads = {"expert": model.moe_layers()[1].experts.w_down.grad, "dense": model.head.weight.grad}
+        local(grads[where]).view(-1)[-1] = NAN
+    committed = []
+    with pytest.raises(FloatingPointError) as caught:
+        step.commit(step.check(), optimizer_step=lambda: committed.append(rank))
+    step.reduction.close()
+    assert not committed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("expert", "blocks.2.moe.experts.w_down"), ("dense", "head.weight")]
+)
+def test_a_replica_whose_gradient_is_not_finite_stops_all_ranks_with_one_message(where, name):
+    said = ranks(4).run(broken_replica, where=where)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"the gradient norm is nan on rank 1, from the gradient of {name}; lower ")
 
 
 def test_b4_row_offsets_are_64_bit():

@@ -212,3 +212,35 @@ def test_knowing_that_nothing_is_missing_changes_no_number():
     sums = [sum_routes(rows, layout, top_k=2) for rows, layout in zip(slots, layouts)]
     assert torch.equal(*sums)
     assert torch.equal(sums[0], 2 * x)
+
+
+# sums of bf16
+
+
+def test_sums_are_rounded_to_the_nearest_even_number():
+    rows = torch.tensor([[256.0], [1.0], [258.0], [3.0], [-256.0], [-1.0]]).repeat(1, 16).bfloat16()
+    layout = expert_layout(torch.tensor([0, 1, 2, 1, 0, 2]), num_experts=3, num_slots=6, complete=True)
+    for top_k, expected in ((2, [256.0, 260.0, -256.0]), (3, [516.0, -254.0])):
+        # Rows of slots in the order of the experts, so that each token gets its own rows back.
+        slots = rows_to_slots(rows, layout)
+        assert sum_routes(slots, layout, top_k=top_k)[:, 0].tolist() == expected
+        x = torch.zeros(6 // top_k, 16, dtype=torch.bfloat16, requires_grad=True)
+        tokens_to_slots(x, layout, top_k=top_k).backward(slots)
+        assert x.grad[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("nobody", [0.0, 0.4])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+@pytest.mark.parametrize("hidden", [1, 40, 2**18 + 8])
+def test_sums_of_bf16_are_those_of_fp32_rounded_once(hidden, top_k, nobody):
+    tokens = 3 if hidden > 1000 else 30
+    ids = torch.tensor(random_ids(tokens * top_k, 5, nobody, seed=top_k), dtype=torch.int64)
+    layout = expert_layout(ids, num_experts=5, num_slots=len(ids), complete=nobody == 0)
+    # Whole numbers, many of whose sums lie in the middle between two numbers of bf16.
+    rows = torch.randint(-600, 600, (len(ids), hidden), generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows[int((ids >= 0).sum()) :] = float("nan")  # past the last offset
+    wide = torch.where((layout.slot_of_row < 0).unsqueeze(1), 0.0, rows.float()[layout.slot_of_row])
+    total = torch.zeros(tokens, hidden)
+    for k in range(top_k):
+        total += wide.view(tokens, top_k, hidden)[:, k]
+    assert torch.equal(sum_routes(rows, layout, top_k=top_k), total.bfloat16())

@@ -314,3 +314,22 @@ def test_a_gpu_is_refused() -> None:
     spec = DispatchSpec(num_experts=4, hidden_size=8, device=torch.device("cuda"))
     with pytest.raises(ValueError, match=r"fusion.library=windows: .* set fusion.library=auto"):
         MegaExperts(library="windows").wire(group=None, spec=spec, link=NativeLink())
+
+
+def ties(rank: int, world: int) -> None:
+    """Results of experts that are 256 and 1: their sum lies in the middle between two numbers of bf16."""
+    given = layer("missing", world=world, dtype=torch.bfloat16, top_k=2)
+    with wired(given) as mega:
+        once(mega, given, rank)
+        library = mega.backend
+        first = library.row_index(library.area(rank) + library.areas.rows)
+        library.table[first], library.table[first + 1] = 256.0, 1.0
+        index = torch.tensor([[first, first + 1], [first, -1], [-1, -1]])
+        own = windows._Own(index=index, complete=False, places=index, parity=library.step % 2, away=0)
+        plan = library.plan(layer=0, keep=False, recompute=False)
+        assert plan._combine(own, num_tokens=3)[:, 0].tolist() == [256.0, 256.0, 0.0]
+        dist.barrier()
+
+
+def test_sums_of_bf16_are_rounded_to_the_nearest_even_number() -> None:
+    ranks(2).run(ties)

@@ -18,6 +18,7 @@ from sidestream.launch.processes import Signals
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.sweep import Job
+from tests.fake_checkpoint import make_checkpoint
 
 LAYOUT = Layout(2, 2, 2, 1, 4, 1, "cpu")
 
@@ -26,7 +27,7 @@ def make_run(folder: Path, *overrides: str, flags: tuple[str, ...] = (), checkpo
     (folder / ".hydra").mkdir(parents=True)
     Launch("python train.py", list(overrides), list(flags), {"model": "tiny"}, LAYOUT).save(folder)
     if checkpoint:
-        (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+        make_checkpoint(folder / "checkpoints" / "step-00000001")
     return folder
 
 
@@ -113,7 +114,8 @@ def test_resume_says_when_more_steps_change_the_learning_rate(tmp_path: Path, sc
 def test_a_run_that_has_all_its_steps_is_not_started_again(tmp_path: Path):
     """Nothing would be trained, and result.json would lose what the run reached."""
     run = make_run(tmp_path / "run")
-    (run / "checkpoints" / "step-00000005").mkdir()
+    make_checkpoint(run / "checkpoints" / "step-00000005")
+    (run / "result.json").write_text('{"status": "finished"}')
     config = {"trainer": {"max_steps": 5}, "scheduler": {"_target_": "x.Constant"}}
     OmegaConf.save(OmegaConf.create(config), run / RESOLVED)
     with pytest.raises(ConfigError, match=r"^trainer\.max_steps=5: the run has 5 steps already"):

@@ -26,6 +26,7 @@ from sidestream.launch import arguments, entry, pool, resume, sweeps
 from sidestream.launch.record import Launch
 from sidestream.tracking import sweep as tracking
 from sidestream.tracking.sweep import Job
+from tests.fake_checkpoint import EMPTY, make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 LAYOUT = Layout(2, 2, 2, 1, 4, 1, "cpu")
@@ -48,7 +49,10 @@ with (folder / "starts").open("a") as file:
 launch = {"command": "", "overrides": own, "flags": [], "choices": {}, "layout": LAYOUT}
 (folder / ".hydra" / "launch.json").write_text(json.dumps(launch))
 if given["seed"] in (Path(__file__).parent / "fails").read_text().split():
-    (folder / "checkpoints" / "step-3").mkdir(parents=True, exist_ok=True)
+    checkpoint = folder / "checkpoints" / "step-3"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / ".metadata").write_bytes(bytes.fromhex("METADATA"))
+    (checkpoint / "meta.pt").write_bytes(b"meta")
     print("error: seed", given["seed"], "fails")
     sys.exit(1)
 metrics = {"val_loss": 1.0 + int(given["seed"]), "tokens": 5}
@@ -61,7 +65,9 @@ result = {"status": "finished", "metrics": metrics, "seed": int(given["seed"]), 
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Returns a function that runs a sweep of the script with train.py's configs and tells how it ended."""
     (tmp_path / "fails").write_text("")
-    (tmp_path / "job.py").write_text(JOB.replace("LAYOUT", repr(vars(LAYOUT))))
+    (tmp_path / "job.py").write_text(
+        JOB.replace("LAYOUT", repr(vars(LAYOUT))).replace("METADATA", EMPTY.hex())
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(arguments, "script", lambda: str(tmp_path / "job.py"))
     monkeypatch.setattr(sweeps, "again", None)
@@ -200,7 +206,7 @@ def test_a_second_start_runs_what_is_missing_or_failed_and_a_third_nothing(sweep
 def test_a_failed_job_goes_on_from_its_checkpoint_where_the_config_allows_it(
     sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(resume, "check_changes", lambda folder, new, layout: [])
+    monkeypatch.setattr(resume, "check_changes", lambda folder, new, layout, done: [])
     sweep("seed=1,2", fails="1 2")
     done = sweep("resume_sweep=s", fails="2")
     assert done.code == 1
@@ -357,7 +363,7 @@ def test_a_job_whose_model_changed_starts_from_scratch(tmp_path: Path):
     OmegaConf.save(OmegaConf.create(config), run / ".hydra" / "resolved.yaml")
     Launch("", [], [], {}, LAYOUT).save(run)
     assert not sweeps.goes_on(run, new=config, layout=LAYOUT)  # no checkpoint
-    (run / "checkpoints" / "step-00000003").mkdir(parents=True)
+    make_checkpoint(run / "checkpoints" / "step-00000003")
     assert sweeps.goes_on(run, new=config, layout=LAYOUT)
     assert not sweeps.goes_on(run, new={**config, "model": {"num_layers": 4}}, layout=LAYOUT)
     (run / ".hydra" / "launch.json").write_text("{")  # cut by a crash

@@ -8,6 +8,7 @@ import torch
 
 from sidestream.data.batch import IGNORE, Batch
 from sidestream.model.context import PLAIN, TokenContext
+from sidestream.model.layers import Embedding
 from tests.core.build_tiny import Setup, full, local_batch, make_model, make_step, run_steps
 from tests.model.shapes import SHAPES
 from tests.model.transcription import log_likelihood
@@ -161,3 +162,12 @@ def test_statistics_of_norms_are_fp32_in_bf16(feature, precision):
     assert len(seen) == 3 * 4 + 1  # per block two norms and two of attention
     # One rounding to bf16 of the same fp32 numbers; the fp32 sums differ in order.
     assert sum(seen.values()) >= len(seen) - 1
+
+
+def test_the_gradient_of_a_bf16_embedding_is_summed_in_fp32():
+    table = Embedding(3, 8, dtype=torch.bfloat16)
+    tokens = torch.tensor([[1] * 256, [2, 2] + [0] * 254])
+    grad = torch.ones(2, 256, 8).bfloat16()
+    grad[0, 0] = grad[1, 0] = 256.0
+    table(tokens).backward(grad)
+    assert table.weight.grad[:, 0].tolist() == [254.0, 512.0, 256.0]  # 256 + 255 lies between 510 and 512

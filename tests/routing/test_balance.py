@@ -7,7 +7,8 @@ from functools import lru_cache
 import pytest
 import torch
 
-from sidestream.routing.balance import AuxLoss, ExpertBias
+from sidestream.parallel.overflow import BudgetKeeper
+from sidestream.routing.balance import AuxLoss, ExpertBias, switch_loss
 from sidestream.routing.quantile import QuantileBalance, load_quantile
 from sidestream.routing.router import SigmoidRouter, SoftmaxRouter
 from sidestream.routing.scores import z_loss
@@ -231,3 +232,72 @@ def test_quantile_changes_nothing_before_commit_and_counts_an_attempt_once():
         assert (observed[:, -1] == 4).all()  # 2 ranks, 2 micro-batches
     for a, b in zip(results[0][0][2], results[1][0][2]):
         assert torch.equal(a, b)
+
+
+# counts that fp32 cannot hold
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_bias_moves_by_exact_counts(dtype):
+    balance, bias = ExpertBias(update_rate=0.001), torch.zeros(384)
+    even = torch.full((384,), 1_966_081, dtype=dtype)  # their sum in fp32 is not 384 times that
+    balance.commit(bias, even)
+    assert not bias.any()
+    even[3] += 384
+    balance.commit(bias, even)
+    assert bias[3] == torch.tensor(-0.001) and (bias[torch.arange(384) != 3] == torch.tensor(0.001)).all()
+
+
+def test_one_route_more_than_fp32_can_tell_moves_a_bias():
+    balance, bias = ExpertBias(update_rate=1.0), torch.zeros(2)
+    balance.commit(bias, torch.tensor([2**24 + 1, 2**24]))
+    assert bias.tolist() == [-1.0, 1.0]
+
+
+def test_the_auxiliary_loss_divides_exact_counts():
+    # 2**24 + 1 is no number of fp32: there the share of the first expert would be a whole 1 / (2**24 + 1) too small.
+    tokens = 2**24 + 1
+    probs, counts = torch.tensor([[1.0, 0.0]]), torch.tensor([[tokens, 0]])
+    for number in (tokens, torch.tensor(tokens), torch.tensor([[float(tokens)]], dtype=torch.float64)):
+        loss = switch_loss(probs * tokens, counts, num_tokens=number, top_k=1)
+        assert loss.tolist() == [2.0] and loss.dtype == torch.float32
+
+
+# what a rehearsal moves and drops comes again in the attempt
+
+
+def counted(rank, world, setup):
+    """What the first step says that it dropped and sent."""
+    model = make_model(setup)
+    step = make_step(setup, model, world)
+    step.budget = BudgetKeeper(
+        model.parts.dispatcher, step.parallel, device=torch.device("cpu"), mean_rows=32 * setup.top_k
+    )
+    step.budget.mode = "drop"
+    batch = local_batch(setup, 0, rank, world)
+    passes, forward = [], model.loss_sums
+    model.loss_sums = lambda part: passes.append(len(part)) or forward(part)
+    found = []
+    for _ in range(2):  # an attempt that is repeated counts once, too
+        step.attempt(batch)
+        report = step.check()
+        found.append((report.lost, report.bytes_on_wire, report.metadata_bytes, report.counts.tolist()))
+    assert step.budget.resolve(overflowed=report.overflowed, dropped=report.lost)
+    trained = vars(step.budget.counts).copy()
+    step.budget.guard(lambda: model.eval().loss_sums(batch).nll)
+    assert vars(step.budget.counts) == trained, "validation is no training"
+    assert found[0] == found[1]
+    step.reduction.close()
+    model.parts.dispatcher.close()
+    return found[0], trained["dropped"], len(passes)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deep_ep"])
+def test_a_rehearsal_and_validation_count_nothing(dispatcher):
+    # Weights are the same in the first step, so what is chosen, dropped and sent is, too.
+    setup = Setup(ep=2, accumulation=2, dispatcher=dispatcher, capacity_factor=0.25, balance="none")
+    plain = ranks(2).run(counted, setup=setup)
+    rehearsed = ranks(2).run(counted, setup=setup.with_(balance="aux_global"))
+    for (expected, dropped, passes), (found, dropped_too, more) in zip(plain, rehearsed):
+        assert more == passes + 2  # one micro-batch of two, in both attempts
+        assert expected[0] > 0 and found == expected and dropped == dropped_too == expected[0]

@@ -1,14 +1,18 @@
 """Scores, their order, weights, groups, jitter, forced balance; cases b5, d1, d3, d5 for all routers."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from sidestream.overlap.chunked import ChunkedOverlap
+from sidestream.overlap.two_batch import TwoBatchOverlap
 from sidestream.routing.router import SigmoidRouter, SoftmaxRouter, SqrtSoftplusRouter
 from sidestream.routing.scores import jitter
 from sidestream.routing.select import balanced_ids, keep_top_groups
-from tests.core.build_tiny import ROUTERS, Setup, local_batch, make_model, run_steps
+from tests.core.build_tiny import ROUTERS, SHAPE, Setup, local_batch, make_model, run_steps
 from tests.rank_pool import ranks
 
 CLASSES = [SoftmaxRouter, SigmoidRouter, SqrtSoftplusRouter]
@@ -241,3 +245,41 @@ def test_forced_balance_trains_the_gate():
     for result in results:
         assert (result["counts"][0] == 8 * 16 * 2 // 8).all()
         assert result["grads"]["blocks.1.moe.gate"].abs().max() > 1e-3
+
+
+# tokens per rank and micro-batch are too few, or padding too irregular, for each part to be even by itself
+CUTS = {
+    "whole": {},
+    "halves": {"schedule": TwoBatchOverlap},
+    "halves_of_micro_batches": {"schedule": TwoBatchOverlap, "accumulation": 2},
+    "chunks": {"schedule": partial(ChunkedOverlap, num_chunks=3)},
+    "micro_batches": {"accumulation": 4},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_forced_balance_is_even_however_the_batch_is_cut(world, cut, padded):
+    setup = Setup(router="forced", balance="none", top_k=1, seq_length=2, padded=padded, ep=world)
+    setup = setup.with_(shape=replace(SHAPE, num_experts=4), **CUTS[cut])
+    if padded:
+        setup = setup.with_(seq_length=7, global_batch=8)
+    tokens = local_batch(setup, 0, 0, 1).segments
+    total = setup.global_batch * setup.seq_length if tokens is None else int((tokens >= 0).sum())
+    for result in ranks(world).run(run_steps, setup=setup):
+        for counts in result["counts"][0].tolist():
+            assert sum(counts) == total and max(counts) - min(counts) <= (total % 4 > 0)
+
+
+def dealt_in_validation(rank, world):
+    model = make_model(Setup(router="forced"))
+    batch = local_batch(Setup(), 0, rank, world)
+    model.loss_sums(batch.split(3)[0])  # leaves the deal in the middle
+    model.eval()
+    return [model.loss_sums(batch).nll.item() for _ in range(2)]
+
+
+def test_a_forced_choice_in_validation_does_not_depend_on_what_came_before():
+    first, second = ranks(1).run(dealt_in_validation)[0]
+    assert first == second

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.hydra_trust import check_hydra
-from sidestream.launch import entry, resume, sweeps, taken
+from sidestream.launch import entry, resume, stored, sweeps, taken
 
 CONF = Path(__file__).parents[2] / "conf"
 LAYOUT = {
@@ -147,6 +147,22 @@ def test_another_launch_json_is_one_line(content: str, tmp_path: Path) -> None:
     (run / ".hydra" / "launch.json").write_text(content)
     with pytest.raises(ConfigError, match=r"^resume=.*launch\.json"):
         resume.rewrite([f"resume={run}"])
+
+
+@pytest.mark.parametrize(
+    "name", ["rank0.log", ".hydra/resolved.0.yaml", "checkpoints/step-00000002", "metrics.jsonl"]
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_with_a_link_out_of_it_is_not_written_to(name: str, there: bool, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [])
+    stored.refuse_links(run, "resume")
+    (run / "inside").symlink_to(".hydra")
+    stored.refuse_links(run, "resume")
+    if there:
+        (tmp_path / "bashrc").write_text("")
+    (run / name).symlink_to(tmp_path / "bashrc")
+    with pytest.raises(ConfigError, match="is a link that leads out of it"):
+        stored.refuse_links(run, "resume")
 
 
 @pytest.fixture

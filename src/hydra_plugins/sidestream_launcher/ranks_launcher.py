@@ -139,9 +139,10 @@ class RanksLauncher(Launcher):
 
     def _command(self, job: "Job") -> list[str]:
         """Makes the folder of a job ready and returns the command line that runs it there."""
-        from sidestream.launch import arguments, sweeps
+        from sidestream.launch import arguments, resume, sweeps
+        from sidestream.tracking import lock
 
-        if sweeps.again and not job.from_checkpoint:
+        if sweeps.again and not job.from_checkpoint and not lock.owner_of(job.folder):
             sweeps.set_aside(job.folder)
         hydra = [part for part in self.config.hydra.overrides.hydra if not part.startswith(_OF_THE_SWEEP)]
         key = "resume" if job.from_checkpoint else "hydra.run.dir"
@@ -153,6 +154,7 @@ class RanksLauncher(Launcher):
             *hydra,
             "hydra.mode=RUN",
             f"{key}={arguments.quoted(job.folder)}",
+            *([f"{resume.STRICT}=true"] if resume.strict and job.from_checkpoint else []),
         ]
 
 
@@ -161,8 +163,12 @@ def _refusal(job: "Job", config: DictConfig) -> "ConfigError | None":
     from sidestream.config.compatibility import check
     from sidestream.config.errors import ConfigError
     from sidestream.launch import entry, sweeps
+    from sidestream.tracking import lock
 
     try:
+        if sweeps.again and (owner := lock.owner_of(job.folder)):
+            why, fix = f"another process trains in this folder: {owner}", "wait for its end, or stop it"
+            raise ConfigError("resume", job.folder, why, expected="a run that has ended", fix=fix)
         cfg = entry.of_the_task(config, folder=job.folder)
         layout = check(cfg)
         if sweeps.again:

@@ -115,7 +115,7 @@ def activate_backward(
             torch.mul(product, up[rows], out=out[rows]).mul_(weights[rows])
         product.mul_(grad[rows])
         torch.mul(product, weights[rows], out=grad_up[rows])
-        grad_weights[rows] = product.mul_(up[rows]).sum(dim=-1)
+        grad_weights[rows] = product.mul_(up[rows]).sum(dim=-1, dtype=torch.float32)
         torch.mul(grad[rows], up[rows], out=product).mul_(weights[rows])
         torch.ops.aten.silu_backward.grad_input(product, gate[rows], grad_input=grad_gate[rows])
 

@@ -21,6 +21,30 @@ from sidestream.fusion.late import Late
 # between the two GEMMs works row by row, so what lies there stays there, and dispatchers read no such row.
 
 
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """`F.grouped_mm` for any widths: its kernels want rows of whole 16 bytes, so others are filled up with zeros.
+
+    Args:
+        a: `[S, K]`, or `[K, S]` transposed from contiguous rows.
+        b: `[L, K, N]` with either of the last two contiguous, or `[S, N]`.
+        offsets: `[L]` int32.
+
+    Returns:
+        `[S, N]`, or `[L, K, N]`; contiguous.
+    """
+    unit = 16 // a.element_size()
+    (rows, columns), weighs = a.shape, b.dim() == 3
+    k, n = (columns if weighs else rows), b.shape[-1]
+    if k % unit == 0 and n % unit == 0:
+        return F.grouped_mm(a, b, offs=offsets)
+    more_k, more_n = -k % unit, -n % unit
+    if weighs:
+        wide = F.grouped_mm(F.pad(a, (0, more_k)), F.pad(b, (0, more_n, 0, more_k)), offs=offsets)
+        return wide[:, :n].contiguous()
+    a, b = F.pad(a.t(), (0, more_k)).t(), F.pad(b, (0, more_n))
+    return F.grouped_mm(a, b, offs=offsets)[:, :k, :n].contiguous()
+
+
 class _GroupedMatmul(torch.autograd.Function):
     """`grouped_mm` whose backward accepts any gradient layout: the CPU kernel insists on contiguous operands."""
 
@@ -28,18 +52,18 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, late: Late | None = None) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
         ctx.late = late
-        return F.grouped_mm(rows, weight, offs=offsets)
+        return _grouped_mm(rows, weight, offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         rows, weight, offsets = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=offsets)
+        grad_rows = _grouped_mm(grad, weight.transpose(1, 2), offsets)
         if ctx.late is not None:
-            put_off = ctx.late.put_off(lambda: F.grouped_mm(rows.t(), grad, offs=offsets), weight)
+            put_off = ctx.late.put_off(lambda: _grouped_mm(rows.t(), grad, offsets), weight)
             return grad_rows, put_off, None, None
-        return grad_rows, F.grouped_mm(rows.t(), grad, offs=offsets), None, None
+        return grad_rows, _grouped_mm(rows.t(), grad, offsets), None, None
 
 
 class GroupedExperts:

@@ -24,9 +24,11 @@ from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, save_resolved
 from sidestream.launch.scratch import scratch
 from sidestream.launch.stopping import SECONDS_TO_STOP
-from sidestream.launch.stored import refused
+from sidestream.launch.stored import refuse_links, refused
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
+from sidestream.tracking import lock
+from sidestream.tracking.integrity import check_given
 from sidestream.tracking.untrusted import printable
 
 _typed: list[str] = []  # the arguments before `resume=` or `resume_sweep=` was expanded
@@ -43,7 +45,8 @@ def run(main: Callable[[], None]) -> NoReturn:
             sys.path.append(os.getcwd())
         if torchrun.follows():
             sys.exit(torchrun.follow())
-        sys.argv[1:] = resume.rewrite(sweeps.rewrite(arguments.without_null(_typed)))
+        plain = resume.without_strict(arguments.without_null(_typed))
+        sys.argv[1:] = resume.rewrite(sweeps.rewrite(plain))
         main()
     except Exception as error:
         if not is_of_user(error):
@@ -88,16 +91,20 @@ class BeforeRun(Callback):
         cfg = of_the_task(config, folder=folder)
         if cfg.resume is None:
             check(cfg, **torchrun.world())
+            _check_initial_weights(cfg.initial_weights)
             _claim(folder)
+            lock.hold(folder, key="hydra.run.dir")
             return
         if Path(cfg.resume).absolute() != folder:
             why = "only the command line can resume a run"
             raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
         with refused(folder, "resume"):
+            refuse_links(folder, "resume")
             layout = check(cfg, **torchrun.world())
-            lines = resume.check_changes(folder, new=resolve(cfg), layout=layout)
-        for line in lines:
-            print(printable(line), flush=True)
+            chosen = resume.choose(folder)
+            changes = resume.check_changes(folder, new=resolve(cfg), layout=layout, done=chosen.step)
+        for line in [*chosen.lines, *changes]:
+            print(printable(line, limit=2000), flush=True)
 
 
 def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:
@@ -109,6 +116,14 @@ def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:
     with read_write(cfg), open_dict(cfg):
         del cfg["hydra"]
     return cfg
+
+
+def _check_initial_weights(value: str | None) -> None:
+    """Verifies one of our checkpoints; Hugging Face folders have no checksums."""
+    folder = Path(value or "").expanduser()
+    if value is not None and (folder / ".metadata").exists():
+        lines = check_given(folder, key="initial_weights", needs=(".metadata",))
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
 def _claim(folder: Path) -> None:
@@ -136,6 +151,9 @@ def start(cfg: DictConfig) -> None:
     layout = check(cfg, **torchrun.world())
     plain = resolve(cfg)
     if cfg.resume is not None:
+        chosen = resume.chosen or resume.choose(folder)
+        plain["resume"] = str(chosen.folder)  # the ranks take the one that was checked
+        resume.clear_up(folder, chosen.passed)
         resume.keep_previous(folder)
     save_resolved(folder, plain)
     choices = {k: v or "none" for k, v in hydra.runtime.choices.items() if not k.startswith("hydra/")}

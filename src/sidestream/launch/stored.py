@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,4 +58,19 @@ def refused(run: Path, option: str = "run") -> Iterator[None]:
         raise ConfigError(option, run, why, expected=expected, fix=f"{option}=<folder>") from error
 
 
-__all__ = ["read_config", "refused"]
+def refuse_links(run: Path, option: str) -> None:
+    """Refuses a folder with links that lead out of it, before anything is written there: logs are appended to.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    inside = run.resolve()
+    for place, folders, files in os.walk(run):
+        for path in (Path(place) / name for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                why = f"{path.relative_to(run)} is a link that leads out of it"
+                expected, fix = "what is written into a run stays there", f"remove the link {path}"
+                raise ConfigError(option, run, why, expected=expected, fix=fix)
+
+
+__all__ = ["read_config", "refuse_links", "refused"]

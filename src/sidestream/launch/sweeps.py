@@ -14,6 +14,7 @@ from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments, resume, taken
 from sidestream.launch.record import Launch
+from sidestream.tracking.integrity import FOLDER, newest_whole
 from sidestream.tracking.sweep import Job, read_table
 from sidestream.tracking.untrusted import Unreadable, read_json, read_yaml
 
@@ -212,10 +213,14 @@ def _result(folder: Path) -> dict[str, Any]:
 
 def goes_on(folder: Path, *, new: dict[str, Any], layout: Layout) -> bool:
     """Returns whether a job can go on from a checkpoint in its folder with this resolved config."""
-    if not any((folder / "checkpoints").glob("step-*/")):
+    if not any((folder / FOLDER).glob("step-*")):
         return False
     try:
-        resume.check_changes(folder, new=new, layout=layout)
+        done = newest_whole(folder, key="resume", strict=resume.strict).step
+    except ConfigError:
+        return resume.strict  # then the job refuses, and says what is damaged
+    try:
+        resume.check_changes(folder, new=new, layout=layout, done=done)
     except (OSError, ValueError, KeyError, TypeError, OmegaConfBaseException):
         return False  # another model, no steps left, or files that a crash left unfinished
     return True

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
-from sidestream.lightning.checkpoint import checkpoints, step_of
 from sidestream.tracking import names
 from sidestream.tracking.folder import RunFolder, write_text_atomic
+from sidestream.tracking.integrity import resumed, step_of
 from sidestream.tracking.wandb_mode import mode_of
 
 
@@ -122,9 +122,8 @@ def tensorboard_logger(context: LoggerContext) -> TensorBoardLogger:
             fix="run pip install 'tensorboard>=2.16' or set logger=csv",
         )
     resume = context.config.get("resume")
-    found = checkpoints(Path(resume)) if resume else []
     # From this step on the viewer drops what an earlier start wrote: it is logged again.
-    purge: dict[str, Any] = {"purge_step": step_of(found[-1]) + 1} if found else {}
+    purge: dict[str, Any] = {"purge_step": step_of(resumed(resume)) + 1} if resume else {}
     logger = TensorBoardLogger(context.folder, name="tensorboard", version="", **purge)
     text = OmegaConf.to_yaml(
         OmegaConf.create({**context.identity, "choices": context.choices, **context.config})

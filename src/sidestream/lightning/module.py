@@ -20,6 +20,8 @@ from sidestream.convert.initial import load_after_sharding
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
 from sidestream.launch import phase
+from sidestream.lightning.fits import name_of
+from sidestream.lightning.options import ConfiguredOptions
 from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.initialize import seed_of
@@ -117,6 +119,7 @@ class SidestreamModule(LightningModule):
             phase.enter(phase.LOADING)
         # A plain function: LambdaLR would save the attributes of an object, and a resumed run its old max_steps.
         scheduler = LambdaLR(optimizer, lambda step: self._factor(step))
+        self._options = ConfiguredOptions(scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override
@@ -131,19 +134,10 @@ class SidestreamModule(LightningModule):
             data_checksum=recipe.data_checksum,
             overflow=None if self._restored is None else self._restored.get("overflow"),
         )
-        self._set_rate()
+        # What a checkpoint brought of the earlier config gives way to this one.
+        self._options.restore(self._factor(self.global_step))
         self._seed_rank()
         self.recorder.begin(step=self.global_step)
-
-    def _set_rate(self) -> None:
-        """A checkpoint has the rate of its own schedule, which may have been of another length."""
-        scheduler: Any = self.lr_schedulers()
-        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs):
-            rate = base * self._factor(self.global_step)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
@@ -212,48 +206,38 @@ class SidestreamModule(LightningModule):
             self.on_validation_end()
         self.train()
 
+    def facts(self) -> dict[str, Any]:
+        """What must be the same when a checkpoint is taken up again, see `fits.check_facts`."""
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "data_checksum": self.recipe.data_checksum,
+            "changes_model": self.recipe.changes_model,
+            "function": self.recipe.function,
+            "optimizer": name_of(self.trainer.optimizers[0]),
+        }
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to go on bit-identically. Plain types and tensors only: loads with weights_only."""
-        phase.enter(phase.SAVING, step=self.global_step)
         states: list[Any] = [None] * self.trainer.world_size
         generators = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.device)
         dist.all_gather_object(states, generators, group=self.parallel_strategy.parallel.control)
         checkpoint["sidestream"] = {
-            "format": CHECKPOINT_FORMAT,
+            **self.facts(),
             "step": self.global_step,
             "tokens": self.global_step * self.recipe.global_batch_size * self.recipe.seq_length,
             "rng": states,
             "seed": self.recipe.seed,
-            "data_checksum": self.recipe.data_checksum,
             "world_size": self.trainer.world_size,
             "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
-            "changes_model": self.recipe.changes_model,
-            "function": self.recipe.function,
             "overflow": self.parallel_strategy.budget.state(),
         }
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["sidestream"]
-        if saved["format"] != CHECKPOINT_FORMAT:
-            raise ValueError(f"checkpoint format {saved['format']}: expected {CHECKPOINT_FORMAT}")
-        if saved["data_checksum"] != self.recipe.data_checksum:
-            raise ValueError(
-                f"data: the checkpoint was trained on a corpus with checksum {saved['data_checksum'][:12]}, this one "
-                f"has {self.recipe.data_checksum[:12]}; use the interpreter or files of the original run"
-            )
-        if saved["changes_model"] != self.recipe.changes_model or (
-            saved.get("function", "plain") != self.recipe.function
-        ):
-            raise ValueError(
-                f"overlap or router.force_balance: the checkpoint was trained under a choice that computes another "
-                f"model ({saved.get('function', 'plain')}, not {self.recipe.function}); resume with the choices of "
-                f"the run; overlap.enabled=false computes the same model serially"
-            )
-        self._restored = saved
+        self._restored = checkpoint["sidestream"]
 
     def _seed_rank(self) -> None:
         """Give this rank its random numbers: those of the checkpoint, or fresh ones that no other rank has."""

@@ -1,4 +1,4 @@
-"""Feed-forward, norm, recomputation.
+"""Embedding, feed-forward, norm, recomputation.
 
 Legend: H features.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -25,6 +26,33 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., H]` -> `[..., H]` in the dtype of `x`."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table. A row's gradient is the sum over the tokens that read it, in fp32, rounded once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[...]` int64 -> `[..., H]`."""
+        if self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu":
+            return _WideGradient.apply(self.weight, input)
+        return super().forward(input)
+
+
+class _WideGradient(torch.autograd.Function):
+    """On a CPU the gradient of a bf16 table is added up in bf16: of 256 and 255 ones nothing but the 256 is left."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.num_rows = weight.shape[0]
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        wide = torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.num_rows, -1, False)
+        return wide.to(grad.dtype), None
 
 
 class SwiGLU(nn.Module):

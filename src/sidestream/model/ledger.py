@@ -24,6 +24,7 @@ class Ledger:
         counts: `[L, E]` int64, routes of this rank's tokens, before any is dropped.
         dropped: `[L]` int64, of these, routes dropped for lack of expert capacity.
         observed: `[L, E + 1]` fp64, what balances observed; no rows unless one does.
+        dealt: `[L]` int64, tokens to which experts were dealt out, of this rank and of those before it.
         aux: Auxiliary losses, each summed over the local sequences.
         z: Router z-losses, each summed over the local valid tokens.
         probs: `[E]` fp32 each, probabilities summed over the local tokens, for a loss over the global batch.
@@ -37,6 +38,7 @@ class Ledger:
     def __post_init__(self) -> None:
         self.dropped = self.counts.new_zeros(self.counts.shape[0])
         self.observed = self.counts.new_zeros((0, self.counts.shape[1] + 1), dtype=torch.float64)
+        self.dealt = torch.zeros_like(self.dropped)
 
     def make_room_to_observe(self) -> None:
         """Called by layers whose balance observes, before the first attempt."""
@@ -44,11 +46,30 @@ class Ledger:
             (self.counts.shape[0], self.observed.shape[1]), dtype=torch.float64
         )
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, *, first: Tensor | int = 0) -> None:
+        """Clear.
+
+        Args:
+            first: Valid tokens of the global batch in front of this rank's, scalar int64.
+        """
         for total in self.totals().values():
             total.zero_()
+        self.begin_deal(first)
         for reports in (self.aux, self.z, self.probs):
             reports.clear()
+
+    def begin_deal(self, first: Tensor | int) -> None:
+        """Number the tokens of every layer from `first` on."""
+        self.dealt.copy_(first) if isinstance(first, Tensor) else self.dealt.fill_(first)
+
+    def deal(self, layer: int, *, num_tokens: int, valid: Tensor | None) -> Tensor:
+        """The number of the first of these tokens, scalar int64; the next call goes on behind them.
+
+        So a forced choice is even over whatever is routed in parts: halves, micro-batches, the tokens of all ranks.
+        """
+        first = self.dealt[layer].clone()
+        self.dealt[layer] += num_tokens if valid is None else valid.sum()
+        return first
 
     def totals(self) -> dict[str, Tensor]:
         """What `TrainingStep.check` adds up over the ranks, by name; sizes are the same in every attempt."""
@@ -57,10 +78,11 @@ class Ledger:
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """What layers report inside is forgotten at the end, but for what the caller copied."""
-        kept = {name: total.clone() for name, total in self.totals().items()}
+        lasting = [*self.totals().values(), self.dealt]
+        kept = [total.clone() for total in lasting]
         yield
-        for name, total in self.totals().items():
-            total.copy_(kept[name])
+        for total, before in zip(lasting, kept):
+            total.copy_(before)
 
     def take_aux(self) -> Tensor:
         """Return and clear the sum of the losses since the last call (one micro-batch)."""

@@ -12,6 +12,7 @@ Legend: T tokens, H features, E experts in total, L local experts, F expert widt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,6 +183,7 @@ class MoE(nn.Module):
         # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
         self.jitter = getattr(parts.router, "jitter", 0.0)
+        self._numbers = "first" in inspect.signature(parts.router).parameters
         if parts.balance.observes:
             ledger.make_room_to_observe()
 
@@ -217,10 +219,18 @@ class MoE(nn.Module):
             bias = self.selection_bias if self.parts.balance.uses_bias else None
             if avoid is not None:
                 bias = _bias_against(avoid, logits_TE, bias)
-            decision = self.parts.router(logits_TE, selection_bias=bias, valid=context.valid)
+            decision = self.parts.router(
+                logits_TE, selection_bias=bias, valid=context.valid, **self._number(logits_TE, context.valid)
+            )
         if torch.is_autocast_enabled(x.device.type):
             x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
         return Routed(x_TH, decision, logits_TE, x.shape[1])
+
+    def _number(self, logits_TE: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        """What a router that numbers tokens must know; see `Router`."""
+        if not self._numbers:
+            return {}
+        return {"first": self.ledger.deal(self.layer, num_tokens=len(logits_TE), valid=valid)}
 
     def path(self, routed: Routed, *, serial: bool = False, delay_wgrad: bool = False) -> Path:
         """The path of a decision."""

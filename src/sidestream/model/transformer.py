@@ -16,7 +16,7 @@ from sidestream.data.batch import IGNORE, Batch
 from sidestream.model.block import DenseBlock, MoEUnit
 from sidestream.model.config import ModelShape
 from sidestream.model.context import PLAIN, TokenContext
-from sidestream.model.layers import RMSNorm
+from sidestream.model.layers import Embedding, RMSNorm
 from sidestream.model.ledger import Ledger
 from sidestream.model.moe import MoE, MoEParts
 from sidestream.overlap.path import Schedule
@@ -47,7 +47,7 @@ class MoETransformer(nn.Module):
         self.shape, self.parts, self.schedule = shape, parts, schedule
         moe_blocks = shape.moe_blocks
         self.ledger = Ledger(torch.zeros(len(moe_blocks), shape.num_experts, dtype=torch.int64))
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embedding = Embedding(shape.vocab_size, shape.hidden_size)
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList()
         reads_before = getattr(schedule, "reads_before", lambda: False)()
@@ -68,6 +68,8 @@ class MoETransformer(nn.Module):
 
     def forward(self, tokens: Tensor, context: TokenContext = PLAIN) -> Tensor:
         """`[B, S]` int64 -> logits `[B, S, V]`."""
+        if not self.training:  # in training an attempt begins the deal
+            self.ledger.begin_deal(0)
         h = self.dropout(self.embedding(tokens))
         contexts = self._contexts(context, seq_length=tokens.shape[1], device=tokens.device)
         for block, block_context in self.units(contexts):

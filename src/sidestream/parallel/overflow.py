@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,9 +36,9 @@ class OverflowCounts:
     """What a run's budget went through.
 
     Attributes:
-        events: Attempts in which some rank needed more rows than its budget.
+        events: Attempts of training steps in which some rank needed more rows than its budget.
         replays: Of these, the ones that were repeated.
-        dropped: Routes that were lost (`on_overflow=drop`).
+        dropped: Routes that training lost (`on_overflow=drop`): those of the attempts that stand.
     """
 
     events: int = 0
@@ -66,25 +67,43 @@ class BudgetKeeper:
         self._rng: list[Tensor] = []
         needed = dispatcher.needed()
         self._peak = None if needed is None else torch.zeros_like(needed)
+        self._rehearsed = None if needed is None else torch.zeros_like(needed)
 
     def begin(self) -> None:
         """Before an attempt."""
         if not self.active:
             return
         self.dispatcher.reset_needed()
+        assert self._rehearsed is not None
+        self._rehearsed.zero_()
         self._rng = [torch.get_rng_state()]
         if self.device.type == "cuda":
             self._rng.append(torch.cuda.get_rng_state(self.device))
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Routes that are dropped inside come again in the same attempt; they count there."""
+        before = self.dispatcher.dropped()
+        before = None if before is None else before.clone()
+        yield
+        after = self.dispatcher.dropped()
+        if self._rehearsed is not None and before is not None and after is not None:
+            self._rehearsed += after - before
+
     def flags(self) -> Tensor:
         """`[2]` fp64 on the device: layers of this rank that overflowed, routes that were dropped; no host read."""
         needed, dropped = self.dispatcher.needed(), self.dispatcher.dropped()
-        assert needed is not None and dropped is not None and self._peak is not None
+        assert needed is not None and dropped is not None
+        assert self._peak is not None and self._rehearsed is not None
         torch.maximum(self._peak, needed, out=self._peak)
-        return torch.stack([(needed > self._budget).sum(), dropped.sum()]).double()
+        return torch.stack([(needed > self._budget).sum(), (dropped - self._rehearsed).sum()]).double()
 
-    def resolve(self, *, overflowed: int, dropped: int) -> bool:
+    def resolve(self, *, overflowed: int, dropped: int, trains: bool = True) -> bool:
         """Decide after the flags were added up over all ranks; equal on all ranks, collective after an overflow.
+
+        Args:
+            overflowed, dropped: The sums.
+            trains: It was an attempt of a training step. Nothing else is counted.
 
         Returns:
             True if the attempt stands; False if it must be repeated, for which everything is ready.
@@ -94,9 +113,9 @@ class BudgetKeeper:
         """
         if not overflowed:
             return True
-        self.counts.events += 1
+        self.counts.events += trains
         if self.mode == "drop":
-            self.counts.dropped += dropped
+            self.counts.dropped += dropped if trains else 0
             return True
         rank, layer, needed = self._worst()
         if self.mode == "error":
@@ -107,15 +126,16 @@ class BudgetKeeper:
             )
         before = self._budget
         self.dispatcher.resize(needed)
-        self.counts.replays += 1
+        self.counts.replays += trains
         torch.set_rng_state(self._rng[0])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(self._rng[1], self.device)
         if dist.get_rank() == 0:
             log.warning(
-                "receive budget: rank %d needed %d rows in MoE layer %d; grown from %d to %d, step repeated. "
+                "receive budget: rank %d needed %d rows in MoE layer %d; grown from %d to %d, %s repeated. "
                 "%s.capacity_factor=%s from the start saves this",
-                *(rank, needed, layer, before, self._budget, self.group, self.factor(self._budget)),
+                *(rank, needed, layer, before, self._budget, "step" if trains else "validation batch"),
+                *(self.group, self.factor(self._budget)),
             )
         return False
 
@@ -133,7 +153,7 @@ class BudgetKeeper:
             if self.parallel.world_size > 1:
                 dist.all_reduce(flags, group=self.parallel.control)
             overflowed, dropped = (int(number) for number in flags.tolist())
-            if self.resolve(overflowed=overflowed, dropped=dropped):
+            if self.resolve(overflowed=overflowed, dropped=dropped, trains=False):
                 return value
 
     @property

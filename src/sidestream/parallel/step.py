@@ -29,7 +29,7 @@ from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.clip import clip_by_norm, global_norm
 from sidestream.parallel.mesh import Parallel
 from sidestream.parallel.overflow import BudgetKeeper
-from sidestream.parallel.reduction import Reduction
+from sidestream.parallel.reduction import Reduction, local
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class StepReport:
     grad_norm: float = 0.0
 
 
+_CALM_DOWN = "lower optimizer.lr, or raise scheduler.warmup_steps"
+
+
+def _not_finite(model: MoETransformer) -> list[str]:
+    """Names of the parameters whose gradient on this rank is not finite. Reads the device."""
+    grads = [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+    return [name for name, grad in grads if not bool(grad.isfinite().all())]
+
+
 class TrainingStep:
     """Runs steps of one model on one rank.
 
@@ -103,6 +112,7 @@ class TrainingStep:
         self._z = torch.zeros((), dtype=torch.float64, device=device)
         self._targets = torch.zeros((), dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
+        self._first = torch.zeros((), dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._bytes_before = self._metadata_before = 0
         self._control = Channel(parallel.control if parallel.world_size > 1 else None)
@@ -113,19 +123,21 @@ class TrainingStep:
             return nullcontext()
         return torch.autocast(self._nll.device.type, dtype=torch.bfloat16)
 
-    def count_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Targets and valid tokens of the global batch, scalars fp64 on the device, at least 1.
+    def count_tokens(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets and valid tokens of the global batch, at least 1, and valid tokens of the ranks before this one.
 
-        A collective only for data with padding.
+        Scalars fp64 on the device. A collective only for data with padding.
         """
+        rank, ranks = dist.get_rank(), self.parallel.world_size
         if batch.segments is None:
             total = torch.full_like(self._targets, self.global_batch_size * batch.seq_length)
-            return total, total
-        counted = torch.stack([batch.num_targets(), (batch.segments >= 0).sum()]).double()
-        if self.parallel.world_size > 1:
+            return total, total, total * rank / ranks
+        counted = torch.zeros((2, ranks), dtype=torch.float64, device=self._targets.device)
+        counted[:, rank] = torch.stack([batch.num_targets(), (batch.segments >= 0).sum()])
+        if ranks > 1:
             dist.all_reduce(counted, group=self.parallel.control)
-        targets, tokens = counted.clamp(min=1)
-        return targets, tokens
+        targets, tokens = counted.sum(dim=1).clamp(min=1)
+        return targets, tokens, counted[1, :rank].sum()
 
     def attempt(self, batch: Batch) -> None:
         """Forward, backward and reduction of this rank's share of the global batch."""
@@ -139,14 +151,15 @@ class TrainingStep:
         self.reduction.reattach()
         self._bytes_before = self.model.parts.dispatcher.bytes_sent()
         self._metadata_before = self.model.parts.dispatcher.metadata_bytes_sent()
-        targets, tokens = self.count_tokens(batch)
+        targets, tokens, first = self.count_tokens(batch)
         self._targets.copy_(targets)
         self._tokens.copy_(tokens)
+        self._first.copy_(first)
 
     def run(self, batch: Batch) -> None:
         """What is attempted, on memory that lasts: parameters, gradients, sums, counters."""
         self.reduction.zero()
-        self.model.ledger.begin_attempt()
+        self.model.ledger.begin_attempt(first=self._first)
         self._nll.zero_()
         self._aux.zero_()
         self._z.zero_()
@@ -182,21 +195,30 @@ class TrainingStep:
         if not rest:
             counts = ledger.counts.clone()
         else:
-            with ledger.rehearsal(), torch.no_grad(), torch.random.fork_rng(devices), self.precision():
-                for micro_batch in rest:
-                    self.model.loss_sums(micro_batch)
+            with ledger.rehearsal(), self._uncounted(), torch.random.fork_rng(devices):
+                with torch.no_grad(), self.precision():
+                    for micro_batch in rest:
+                        self.model.loss_sums(micro_batch)
                 counts = ledger.counts.clone()
         if self.parallel.world_size > 1:
             sum_over(counts, self._control, "balance.counts")
         return counts
 
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """What the dispatcher moves or drops inside comes again in the attempt, and counts there."""
+        dispatcher = self.model.parts.dispatcher
+        sent, metadata = dispatcher.bytes_sent(), dispatcher.metadata_bytes_sent()
+        with nullcontext() if self.budget is None else self.budget.rehearsal():
+            yield
+        self._bytes_before += dispatcher.bytes_sent() - sent
+        self._metadata_before += dispatcher.metadata_bytes_sent() - metadata
+
     def _global_aux(self, probs: Tensor, counts: Tensor | None) -> Tensor:
         """The micro-batch's share, in the unit of `LossSums.aux`."""
         assert counts is not None
         parts = self.model.parts
-        loss = parts.balance.global_loss(
-            probs, counts, num_tokens=self._tokens.float(), top_k=parts.router.top_k
-        )
+        loss = parts.balance.global_loss(probs, counts, num_tokens=self._tokens, top_k=parts.router.top_k)
         return loss * self.global_batch_size
 
     def check(self, *, stop_requested: bool = False, own: Mapping[str, float] | None = None) -> StepReport:
@@ -208,8 +230,8 @@ class TrainingStep:
                 come back as `per_rank`, so that a maximum or a spread needs no reduction of its own.
 
         Raises:
-            FloatingPointError: On every rank, if a loss or the gradient norm is not finite. Nothing has been
-                committed then.
+            FloatingPointError: On every rank, if a loss or the gradient norm of any rank is not finite. Nothing has
+                been committed then.
         """
         own = own or {}
         found_norm = global_norm(
@@ -219,20 +241,20 @@ class TrainingStep:
         )
         self._norm.copy_(found_norm)  # into memory that a recorded commit reads
         sums = self._sum_over_ranks(self._parts(stop_requested=stop_requested, own=own))
-        (targets,), (nll,), (norm,) = sums["targets"], sums["nll"], sums["norm"]
+        (targets,), (nll,), norms = sums["targets"], sums["nll"], sums["norms"]
         found = {"training loss": nll / targets, "auxiliary loss": sums["aux"][0], "z-loss": sums["z"][0]}
         overflowed, lost = (int(number) for number in sums.get("overflow", (0, 0)))
         stands = not overflowed or (self.budget is not None and self.budget.mode == "drop")
-        for what, value in {**found, "gradient norm": norm}.items():
-            if stands and not math.isfinite(value):
-                raise FloatingPointError(
-                    f"the {what} is {value}; lower optimizer.lr, or raise scheduler.warmup_steps"
-                )
+        if stands:
+            for what, value in found.items():
+                if not math.isfinite(value):
+                    raise FloatingPointError(f"the {what} is {value}; {_CALM_DOWN}")
+            self._check_norms(norms)
         ledger, parts = self.model.ledger, self.model.parts
         can_drop = getattr(parts.router, "expert_capacity_factor", None) is not None
         return StepReport(
             loss=nll / targets,
-            grad_norm=norm,
+            grad_norm=norms[0],
             aux=sums["aux"][0] / self.global_batch_size,
             counts=torch.tensor(sums["counts"], dtype=torch.int64).view(ledger.counts.shape),
             z=sums["z"][0] / sums["tokens"][0] if parts.balance.z_loss_coefficient else None,
@@ -247,12 +269,34 @@ class TrainingStep:
             per_rank={name: sums["own"][i :: len(own)] for i, name in enumerate(own)},
         )
 
+    def _check_norms(self, norms: list[float]) -> None:
+        """Each rank has a norm of its own: that of its replicas' gradients. Collective if one is not finite.
+
+        Raises:
+            FloatingPointError: The same on every rank.
+        """
+        wrong = next((rank for rank, norm in enumerate(norms) if not math.isfinite(norm)), None)
+        if wrong is None:
+            return
+        mine = _not_finite(self.model)
+        every: list[list[str]] = [mine]
+        if self.parallel.world_size > 1:
+            every = [[] for _ in norms]
+            dist.all_gather_object(every, mine, group=self.parallel.control)
+        # The norm of a rank is that of all the experts' owners, so another one may have the gradient.
+        rank = next((rank for rank, names in enumerate(every) if names), wrong)
+        more = f" and {len(every[rank]) - 1} more" if len(every[rank]) > 1 else ""
+        where = f", from the gradient of {every[rank][0]}{more}" if every[rank] else ""
+        raise FloatingPointError(f"the gradient norm is {norms[wrong]} on rank {rank}{where}; {_CALM_DOWN}")
+
     def _parts(self, *, stop_requested: bool, own: Mapping[str, float]) -> dict[str, Tensor | list[float]]:
         """What the ranks add up: name -> tensor on the device, or numbers on the host. All sizes agree over ranks.
 
         To report something more: an entry here and its reader in `check`. It costs no reduction and no read.
         """
         dispatcher, rank = self.model.parts.dispatcher, dist.get_rank()
+        norms = torch.zeros(self.parallel.world_size, dtype=torch.float64, device=self._norm.device)
+        norms[rank] = self._norm
         budget = self.budget
         overflow = {"overflow": budget.flags()} if budget is not None and budget.active else {}
         before, after = [0.0] * len(own) * rank, [0.0] * len(own) * (self.parallel.world_size - rank - 1)
@@ -260,6 +304,7 @@ class TrainingStep:
             "nll": self._nll,
             "aux": self._aux,
             "z": self._z,
+            "norms": norms,
             **self.model.ledger.totals(),
             **overflow,
             "stop": [float(stop_requested)],
@@ -273,7 +318,7 @@ class TrainingStep:
     def _sum_over_ranks(self, parts: dict[str, Tensor | list[float]]) -> dict[str, list[float]]:
         """Add up over all ranks in one reduction, read in one `tolist`: name -> flat numbers. fp64 throughout.
 
-        The result also has "targets", "tokens" and "norm", which are equal on all ranks already.
+        The result also has "targets" and "tokens", which are equal on all ranks already.
         """
         device = self._nll.device
         on_device = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
@@ -285,14 +330,9 @@ class TrainingStep:
         packed = torch.cat([*(part.double().reshape(-1) for part in on_device.values()), numbers])
         if self.parallel.world_size > 1:
             dist.all_reduce(packed, group=self.parallel.control)
-        known = torch.stack([self._targets, self._tokens, self._norm.double()])
+        known = torch.stack([self._targets, self._tokens])
         flat = iter(torch.cat([known, packed]).tolist())
-        sizes = {
-            "targets": 1,
-            "tokens": 1,
-            "norm": 1,
-            **{name: part.numel() for name, part in on_device.items()},
-        }
+        sizes = {"targets": 1, "tokens": 1, **{name: part.numel() for name, part in on_device.items()}}
         sizes |= {name: len(part) for name, part in on_host.items()}
         return {name: list(itertools.islice(flat, size)) for name, size in sizes.items()}
 

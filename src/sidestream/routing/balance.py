@@ -59,7 +59,7 @@ class Balance:
         Args:
             probs: `[L, E]` fp32, probabilities summed over the micro-batch.
             counts: `[L, E]`, routes per expert over the global batch.
-            num_tokens: Valid tokens of the global batch.
+            num_tokens: Valid tokens of the global batch, scalar fp64.
             top_k: K.
 
         Returns:
@@ -93,14 +93,17 @@ def switch_loss(probs: Tensor, counts: Tensor, *, num_tokens: Tensor | int, top_
     Args:
         probs: `[..., E]` fp32, probabilities summed over the tokens.
         counts: `[..., E]`, routes per expert over all `num_tokens`.
-        num_tokens: Tokens the counts were taken over.
+        num_tokens: Tokens the counts were taken over; a tensor is `[]` or `[..., 1]`, of integers or fp64.
         top_k: Routes per token.
 
     Returns:
         `[...]` fp32.
     """
-    fraction = counts.to(torch.float32) / (num_tokens * top_k)
-    return probs.shape[-1] * (fraction * (probs / num_tokens)).sum(dim=-1)
+    # Counts of a large step do not fit into fp32, which holds integers up to 2^24 only.
+    tokens = num_tokens.double() if isinstance(num_tokens, Tensor) else num_tokens
+    fraction = (counts.double() / (tokens * top_k)).float()
+    share = probs / (tokens.float() if isinstance(tokens, Tensor) else tokens)
+    return probs.shape[-1] * (fraction * share).sum(dim=-1)
 
 
 class AuxLoss(Balance):
@@ -136,10 +139,10 @@ class AuxLoss(Balance):
 
 
 def _num_tokens(decision: Decision, groups: int) -> Tensor | int:
-    """Valid tokens of each of `groups` equal parts: `[G, 1]` fp32, at least 1, or a number if there is no padding."""
+    """Valid tokens of each of `groups` equal parts: `[G, 1]` int64, at least 1, or a number if there is no padding."""
     if decision.valid is None:
         return decision.probs.shape[0] // groups
-    return decision.valid.view(groups, -1).sum(dim=1, keepdim=True).clamp(min=1).to(torch.float32)
+    return decision.valid.view(groups, -1).sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def _sequence_scope(decision: Decision, seq_length: int) -> Tensor:
@@ -176,5 +179,7 @@ class ExpertBias(Balance):
         self.update_rate = update_rate
 
     def commit(self, bias: Tensor, counts: Tensor, observed: Tensor | None = None) -> None:
-        counts = counts.to(torch.float32)
-        bias.add_(torch.sign(counts.mean() - counts), alpha=self.update_rate)
+        # In integers: the mean of counts, or a large count itself, may not be a number of fp32.
+        counts = counts.to(torch.int64)
+        below_mean = torch.sign(counts.sum() - counts * counts.numel())
+        bias.add_(below_mean.to(bias.dtype), alpha=self.update_rate)

@@ -74,7 +74,9 @@ def joined(decisions: Sequence[Decision]) -> Decision:
 class Router(Protocol):
     """Pure function of the logits. The gate's weight belongs to the MoE layer.
 
-    A router may also have `jitter`: the layer then multiplies the gate's input in training, see `scores.jitter`.
+    A router may also have `jitter`: the layer then multiplies the gate's input in training, see `scores.jitter`. One
+    that numbers tokens, such as a forced choice does, takes a keyword `first`, the number of the first token that it
+    is given, scalar int64: a schedule may route a batch in parts.
     """
 
     top_k: int
@@ -144,7 +146,12 @@ class TopKRouter:
         self.pad_to_capacity, self.force_balance = pad_to_capacity, force_balance
 
     def __call__(
-        self, logits: Tensor, *, selection_bias: Tensor | None = None, valid: Tensor | None = None
+        self,
+        logits: Tensor,
+        *,
+        selection_bias: Tensor | None = None,
+        valid: Tensor | None = None,
+        first: Tensor | int = 0,
     ) -> Decision:
         """Route.
 
@@ -152,6 +159,7 @@ class TopKRouter:
             logits: `[T, E]` fp32.
             selection_bias: `[E]` fp32, added for the choice only; weights stay unbiased.
             valid: `[T]` bool, False on padding, which gets no route and no weight.
+            first: Number of the first token among all that the experts are dealt out to by `force_balance`.
 
         Returns:
             The decision; ids of valid tokens are `-1 < id < E` also where the logits are not finite.
@@ -159,7 +167,7 @@ class TopKRouter:
         assert logits.dtype == torch.float32, f"router logits must be fp32, got {logits.dtype}"
         scores = self.score(logits)
         ranking = (logits if self.scores_chosen else scores).detach()
-        ids = self._choose(ranking, selection_bias, valid)
+        ids = self._choose(ranking, selection_bias, valid, first)
         weights = self.score(logits.gather(1, ids)) if self.scores_chosen else scores.gather(1, ids)
         if self.normalize:
             weights = score_functions.share(weights)
@@ -175,7 +183,9 @@ class TopKRouter:
             routing, dropped = self._limit(routing, counts, self.expert_capacity_factor)
         return Decision(routing, probs, counts, valid, ids, ranking, dropped)
 
-    def _choose(self, ranking: Tensor, bias: Tensor | None, valid: Tensor | None) -> Tensor:
+    def _choose(
+        self, ranking: Tensor, bias: Tensor | None, valid: Tensor | None, first: Tensor | int
+    ) -> Tensor:
         biased = ranking if bias is None else ranking + bias
         if self.num_groups is not None:
             assert self.top_groups is not None
@@ -186,7 +196,12 @@ class TopKRouter:
         if self.force_balance:
             num_tokens, num_experts = ranking.shape
             return balanced_ids(
-                num_tokens, top_k=self.top_k, num_experts=num_experts, valid=valid, device=ids.device
+                num_tokens,
+                top_k=self.top_k,
+                num_experts=num_experts,
+                valid=valid,
+                device=ids.device,
+                first=first,
             )
         return ids
 

@@ -52,12 +52,19 @@ def keep_top_groups(scores: Tensor, *, top_k: int, num_groups: int, top_groups: 
 
 
 def balanced_ids(
-    num_tokens: int, *, top_k: int, num_experts: int, valid: Tensor | None, device: torch.device
+    num_tokens: int,
+    *,
+    top_k: int,
+    num_experts: int,
+    valid: Tensor | None,
+    device: torch.device,
+    first: Tensor | int = 0,
 ) -> Tensor:
     """A choice that loads all experts equally whatever the scores are: `[T, K]` int64.
 
     The experts are dealt out one after another, in steps that are coprime to E, so a token's K experts differ and
-    lie far apart. Every expert gets exactly `T * K / E` routes where that is a whole number, else one more or less.
+    lie far apart. Every expert gets exactly `T * K / E` routes where that is a whole number, else one more or less;
+    so it is for several calls together, where each goes on with the number at which the last one ended.
 
     Args:
         num_tokens: T.
@@ -65,11 +72,12 @@ def balanced_ids(
         num_experts: E.
         valid: `[T]` bool, False on padding, which is skipped in dealing.
         device: Of the result.
+        first: Number of the first token in the deal, scalar int64.
     """
     order = (
         torch.arange(num_tokens, device=device) if valid is None else valid.long().cumsum(0) - valid.long()
     )
-    dealt = order.unsqueeze(1) * top_k + torch.arange(top_k, device=device)
+    dealt = (order + first).unsqueeze(1) * top_k + torch.arange(top_k, device=device)
     return dealt % num_experts * _stride(num_experts) % num_experts
 
 

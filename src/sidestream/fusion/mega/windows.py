@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, receive_budget
+from sidestream.dispatch.layout import rounds_half_up, sum_rows
 from sidestream.fusion.base import activate, activate_backward
 from sidestream.fusion.mega.memory import Windows
 from sidestream.fusion.mega.window_layout import (
@@ -80,15 +81,15 @@ class _Own:
     """Where the rows of this rank's own tokens lie.
 
     Attributes:
-        index, ends: As `embedding_bag` takes them, in the result areas of odd or even steps; ends are None where
-            every route has a row.
+        index: `[T, K]` rows in the result areas of odd or even steps; -1: no row.
+        complete: Every route has a row.
         places: `[T, K]` places in all windows' row gradients but for the beginning of the area; -1: no row.
         parity: Of the step.
         away: Rows of other ranks among them.
     """
 
     index: Tensor
-    ends: Tensor | None
+    complete: bool
     places: Tensor
     parity: int
     away: int
@@ -420,15 +421,11 @@ class WindowsPlan:
         there = (ids >= 0) & (slots >= 0)
         owner = owner.astype(np.int64)
         rows = owner * lib.row_index(lib.areas.size) + slots + lib.row_index(lib.area(0) + lib.areas.rows)
-        ends = None
-        if not there.all():
-            rows = rows[there]
-            ends = torch.from_numpy(np.concatenate([[0], there.reshape(-1, top_k).sum(1).cumsum()]))
         floats = np.where(there, owner * (lib.areas.size // 4) + slots, -1)
         lib.count(words=ids.size * (lib.num_ranks - 1))
         return _Own(
-            index=torch.from_numpy(rows if ends is not None else rows.reshape(-1, top_k)),
-            ends=ends,
+            index=torch.from_numpy(np.where(there, rows, -1).reshape(-1, top_k)),
+            complete=bool(there.all()),
             places=torch.from_numpy(floats),
             parity=lib.step % 2,
             away=int((there & (owner != lib.rank)).sum()),
@@ -440,10 +437,14 @@ class WindowsPlan:
         if index.numel() == 0:
             return lib.table.new_zeros(num_tokens, lib.table.shape[1])
         if lib.step % 2 != own.parity:  # the other result area
-            index = index + lib.row_index(lib.areas.area_size) * (1 if lib.step % 2 else -1)
-        if own.ends is None:
-            return F.embedding_bag(index, lib.table, mode="sum")
-        return F.embedding_bag(index, lib.table, own.ends, mode="sum", include_last_offset=True)
+            index = torch.where(
+                index < 0, -1, index + lib.row_index(lib.areas.area_size) * (1 if lib.step % 2 else -1)
+            )
+        if rounds_half_up(lib.table):
+            return sum_rows(lib.table, index, complete=own.complete)
+        if not own.complete:
+            index = torch.where(index < 0, lib.row_index(lib.areas.zero), index)
+        return F.embedding_bag(index, lib.table, mode="sum")
 
     def _weight_gradient(self, own: _Own, out: Tensor) -> None:
         """`[T, K]`: what the experts' ranks found, zero without a route."""
