@@ -85,6 +85,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         try:
             if not any(part.startswith("resume_sweep=") for part in argv):
                 argv = ("-m", *argv, f"hydra.sweep.dir={folder}")
+            else:  # what reads these configs here is no train.py beside them
+                argv = ("--config-name", "train", "--config-path", str(REPOSITORY / "conf"), *argv)
             words = sweeps.rewrite(list(argv))
             monkeypatch.setattr(sys, "argv", ["train.py", *words])
             overrides = arguments.split(words)[1]
