@@ -6,7 +6,11 @@ A case is overrides of train.py in one string; without any, `tiny` with three di
 graph is a tape, see docs/step_graphs.md.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import shlex
 import sys
@@ -17,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sidestream import scripts
 from sidestream.measure import environment
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.tracking.folder import write_json_atomic
@@ -32,7 +37,7 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
@@ -88,4 +93,4 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

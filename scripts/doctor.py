@@ -6,9 +6,12 @@ Looks only, in about a second: nothing is imported that needs a GPU. What cannot
 train.py refuses it. `scripts/check_gpu.py` tries things out.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sidestream import scripts
 from sidestream.config.availability import LIBRARIES, Machine, takes_library, verdict
 from sidestream.config.capabilities import Capabilities, capabilities
 from sidestream.config.fusion_check import CHUNKED, NONE, is_mega
@@ -223,7 +227,7 @@ def graph_table(graphs: list[GraphRow]) -> Table:
 
 
 def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to this file too")
     arguments = parser.parse_args(argv)
     machine = machine or Machine.here()
@@ -244,4 +248,4 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)
