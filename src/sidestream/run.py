@@ -297,6 +297,7 @@ def _start_result(
         seed=cfg.seed,
         precision=cfg.trainer.precision,
         data_checksum=corpus.checksum,
+        eos_token=corpus.eos_token,
         data=corpus.record,
         params_total=counts.params_total,
         params_active=counts.params_active,

@@ -16,6 +16,7 @@ KEYS = {
     "seed": None,
     "precision": None,
     "data_checksum": None,
+    "eos_token": None,
     "params_total": None,
     "params_active": None,
     "flops_per_token": None,

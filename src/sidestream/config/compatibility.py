@@ -22,6 +22,7 @@ from sidestream.config.overlap_check import check_overlap
 from sidestream.config.predict_check import check_for_training
 from sidestream.config.routing_check import check_routing
 from sidestream.config.trust import check_targets
+from sidestream.convert.start import check_weights
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,10 @@ def _check_folders(cfg: DictConfig) -> None:
         if not any((folder / name).is_file() for name in ("config.json", ".metadata")):
             key, why = "initial_weights", "no weights there"
             expected = "a Hugging Face folder (config.json) or a checkpoint folder (.metadata)"
-            raise ConfigError(key, value, why, expected=expected, fix=f"{key}=<such a folder>")
+            steps = sorted(folder.glob("checkpoints/step-*/.metadata"))
+            fix = f"{key}={steps[-1].parent if steps else '<such a folder>'}"
+            raise ConfigError(key, value, why, expected=expected, fix=fix)
+        check_weights(OmegaConf.to_container(cfg, resolve=True), folder)  # type: ignore[arg-type]
     for name, value in cfg.data.items():
         points_at_data = name in ("path", "root") or name.endswith(("_path", "_dir", "_file"))
         if not points_at_data or name == "cache_dir" or not isinstance(value, str):

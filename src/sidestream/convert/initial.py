@@ -6,14 +6,10 @@ from pathlib import Path
 
 from sidestream.config.errors import ConfigError
 from sidestream.convert.huggingface import load_huggingface
+from sidestream.convert.start import is_checkpoint
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.weights import load_weights
 from sidestream.tracking.integrity import Damaged
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether this is a checkpoint folder of ours (torch's distributed format)."""
-    return (folder / ".metadata").is_file()
 
 
 def load_before_sharding(model: MoETransformer, folder: Path) -> None:

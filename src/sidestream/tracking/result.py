@@ -92,6 +92,7 @@ class RunResult:
         choices: Hydra group -> option.
         data: what became of the data source.
         transport: what moved the rows: `torch`, the name of a library, or null for one rank.
+        eos_token: ends every document of the data, null if nothing does. Older results lack it.
         flops_per_token: forward and backward, without recomputation.
         changes_model: the schedule or `router.force_balance` computes another function than the plain model.
         commit: of the code, with `-dirty` appended if it had uncommitted changes.
@@ -110,6 +111,7 @@ class RunResult:
     seed: int | None = None
     precision: str | None = None
     data_checksum: str | None = None
+    eos_token: int | None = None
     params_total: int | None = None
     params_active: int | None = None
     flops_per_token: float | None = None
