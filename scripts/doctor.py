@@ -277,6 +277,7 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
     parser = scripts.parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to this file too")
     arguments = parser.parse_args(argv)
+    scripts.check_place(arguments.json)
     machine = machine or Machine.here()
     dispatchers, graphs, others = dispatcher_rows(machine), graph_rows(), option_rows(machine)
     show(machine, dispatchers, graphs, others, Console())

@@ -1,5 +1,7 @@
 """Which rank's error is the cause, and telling the user. Each failing rank leaves `<run>/failures/rankN.json`."""
 
+import contextlib
+import errno
 import json
 import re
 import shutil
@@ -56,11 +58,14 @@ def record(folder: Path, *, rank: int, error: BaseException) -> Failure:
     plain = config or isinstance(error, PlainError)
     line = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
     text = "" if isinstance(error, PlainError) else "".join(traceback.format_exception(error))
-    failure = Failure(rank, time.time(), " ".join(line.split()), text, config)
-    with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
-        log.write(text)
-    (folder / "failures").mkdir(parents=True, exist_ok=True)
-    write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    failure = Failure(rank, time.time(), " ".join(line.split()), "" if full else text, config)
+    # Where nothing can be written any more, the exit code and what is printed have to do.
+    with contextlib.suppress(OSError):
+        with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
+            log.write(text)
+        (folder / "failures").mkdir(exist_ok=True)  # not `parents`: a folder that was removed stays so
+        write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
     return failure
 
 
@@ -88,6 +93,9 @@ def cause(failures: list[Failure]) -> Failure:
 
 def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = False) -> int:
     """Shows a failure on stderr, writes result.json and returns the exit code."""
+    if not folder.is_dir():
+        print(f"error: the run folder was removed while the run wrote in it: {folder}", file=sys.stderr)
+        return 1
     if failure.traceback and (debug or not failure.config):
         where = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the run"
         print(f"{where} failed in {folder}:\n{failure.traceback}", file=sys.stderr)
@@ -98,7 +106,7 @@ def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = Fal
 
 
 def write_result(folder: Path, *, error: str, status: Status) -> None:
-    """Completes result.json for a run that could not do so itself."""
+    """Completes result.json for a run that could not do so itself, where something can be written."""
     launch = Launch.load(folder) if (folder / LAUNCH).exists() else None
     run = RunFolder(folder)
     result = minimal_failed_result(
@@ -109,4 +117,5 @@ def write_result(folder: Path, *, error: str, status: Status) -> None:
         choices=launch.choices if launch else None,
         world_size=launch.layout.world_size if launch else None,
     )
-    run.write_result(result)
+    with contextlib.suppress(OSError):
+        run.write_result(result)

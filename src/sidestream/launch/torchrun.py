@@ -6,6 +6,7 @@ Were every rank to run Hydra, each would evaluate `${now:}` for itself and write
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -111,6 +112,7 @@ def world() -> dict[str, Any]:
 
 def follow() -> int:
     """Waits for rank 0's config and trains; returns the exit code. 0 if rank 0 has nothing to train."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would answer when the wait is over
     message = json.loads(_meet().get(_KEY))
     _meet().set(f"{_KEY}/read/{os.environ['RANK']}", "1")
     if not message:
