@@ -35,7 +35,7 @@ from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
 from sidestream.lightning.checkpoint import SaveCheckpoints
 from sidestream.lightning.environment import RankEnvironment
-from sidestream.lightning.loggers import build_loggers, finish_loggers, mirror_picture
+from sidestream.lightning.loggers import ClosingWandbLogger, build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
 from sidestream.lightning.overlap_report import ReportOverlap
 from sidestream.lightning.private import own_signals
@@ -90,11 +90,13 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     failed = True
     try:
         result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress, reporting)
-        if env.rank == 0:
+        if env.rank == 0 and result.status == "finished":  # who asked to stop waits; a resume draws them
             _draw_load(run_folder, loggers, result)
             _draw_overlap(run_folder, loggers, result, reporting)
         failed = False
     finally:
+        if any(isinstance(logger, ClosingWandbLogger) for logger in loggers):
+            phase.enter(phase.UPLOADING)
         finish_loggers(loggers, int(failed))
     if env.rank == 0:
         run_folder.write_result(result.as_dict())
@@ -324,6 +326,7 @@ def _end_result(
         tokens=summary.tokens,
         tokens_per_second=summary.tokens_per_second,
         step_ms=summary.step_ms,
+        waited_share=summary.waited_share,
         mfu=summary.mfu,
         peak_tflops=summary.peak_tflops,
         peak_source=peak.source,

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,18 @@ from omegaconf import OmegaConf
 from hydra_plugins.sidestream_launcher.ranks_launcher import _job_return
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import arguments, entry, failures, resume, stopping, supervisor, torchrun, worker
+from sidestream.launch import (
+    arguments,
+    entry,
+    failures,
+    phase,
+    processes,
+    resume,
+    stopping,
+    supervisor,
+    torchrun,
+    worker,
+)
 from sidestream.launch.failures import Failure
 from sidestream.launch.processes import Signals
 from sidestream.launch.record import RESOLVED, Launch
@@ -204,16 +216,59 @@ def test_config_errors_of_a_rank_exit_with_2_and_one_line(tmp_path: Path, capsys
     assert capsys.readouterr().err == "error: a.b=1: wrong; expected 2; set a.b=2\n"
 
 
-def test_the_first_request_to_stop_only_sets_a_flag():
-    previous = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    try:
-        stopping.install()
-        assert stopping.requested() is None
-        signal.raise_signal(signal.SIGINT)
-        assert stopping.requested() == signal.SIGINT
-    finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous):
-            signal.signal(number, handler)
+@pytest.fixture
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, processes.AT_ONCE)
+    previous = [signal.getsignal(number) for number in numbers]
+    monkeypatch.setattr(stopping, "_received", None)
+    yield
+    phase.enter(phase.STARTING)
+    for number, handler in zip(numbers, previous):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", [phase.TRAINING, phase.VALIDATING, phase.SAVING, phase.FINISHING])
+def test_requests_to_stop_only_set_a_flag_however_many_come(own_handlers: None, name: str):
+    phase.enter(name)
+    stopping.install()
+    assert stopping.requested() is None
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+    assert stopping.requested() == signal.SIGINT
+
+
+@pytest.mark.parametrize("name", phase.BEFORE_TRAINING)
+def test_before_the_first_step_a_request_ends_at_once(own_handlers: None, name: str):
+    phase.enter(name)
+    stopping.install()
+    with pytest.raises(stopping.Stop):
+        signal.raise_signal(signal.SIGTERM)
+    assert stopping.requested() == signal.SIGTERM
+    signal.raise_signal(signal.SIGTERM)  # while it ends
+
+
+@pytest.mark.parametrize(
+    ("child", "times", "received"),
+    [
+        (False, [0.0, 0.0], 1),  # a process group's, and the same one passed on
+        (False, [0.0, 0.9], 1),
+        (False, [0.0, 1.5], 2),
+        (True, [0.0, 1.5, 9.0], 1),  # its parent has its own way to say: at once
+    ],
+)
+def test_signals_that_come_together_are_one_request(
+    own_handlers: None, monkeypatch: pytest.MonkeyPatch, child: bool, times: list[float], received: int
+):
+    monkeypatch.setattr(processes, "_is_child", child)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    with processes.Signals() as signals:
+        for clock.now in times:
+            signal.raise_signal(signal.SIGTERM)
+        assert len(signals.received) == received
+        signal.raise_signal(processes.AT_ONCE)
+        assert len(signals.received) == 2
+        assert signals.received[0] == signal.SIGTERM
 
 
 def test_i1_a_failed_job_carries_an_exit_code_and_a_finished_one_its_loss(tmp_path: Path):

@@ -64,7 +64,8 @@ def test_during_imports_every_command_ends_with_one_line(interrupted):
 @pytest.mark.parametrize("command", ["train.py", "predict.py"])
 def test_while_it_composes_too(interrupted, command: str):
     file = f"conf/{Path(command).stem}.yaml"
-    assert outcome(interrupted(command, file)) == (130, "", "error: interrupted")
+    code, _, error = outcome(interrupted(command, file))
+    assert (code, error) == (130, "error: interrupted")
 
 
 def raising(error: BaseException):

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import traceback
@@ -15,15 +16,24 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream.config import schema, trust
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import Layout, check, remarks
 from sidestream.config.errors import ConfigError, cannot_write, is_of_place
 from sidestream.config.help import help_text, list_options_once
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
-from sidestream.launch import arguments, failures, phase, resume, status, sweeps, torchrun
+from sidestream.launch import (
+    arguments,
+    failures,
+    phase,
+    resume,
+    status,
+    stopping,
+    sweeps,
+    terminal,
+    torchrun,
+)
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, save_resolved
 from sidestream.launch.scratch import scratch
-from sidestream.launch.stopping import SECONDS_TO_STOP
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
 from sidestream.tracking import lock
@@ -40,6 +50,7 @@ def run(main: Callable[[], None], *, shows_status: bool = True) -> NoReturn:
         shows_status: Say on stdout what takes long before `main` has something to show.
     """
     die_with_parent(signal.SIGTERM)
+    terminal.outlive()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints and exits before we can explain
     register()
     sys.path.append(os.getcwd())  # the user's package may lie here
@@ -117,6 +128,11 @@ class BeforeRun(Callback):
         folder = Path(config.hydra.run.dir).absolute()
         cfg = of_the_task(config, folder=folder)
         layout = check(cfg, **torchrun.world())
+        from sidestream.predict.here import check_memory  # `--help` does without it
+
+        check_memory(cfg, layout)
+        for remark in remarks(cfg, layout):
+            status.line(f"warning: {remark}")
         if cfg.resume is None:
             _check_initial_weights(cfg.initial_weights)
             _claim(folder)
@@ -216,10 +232,22 @@ def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     """Runs a run of one rank in this process and returns its exit code."""
     with scratch() as shared:
         os.environ.update(rank_environment(layout, rank=0, store=shared / "store"))
-        env = RankEnv.from_environ()
+
+        def give_up(number: int, why: str) -> NoReturn:
+            failures.interrupted(folder, why)
+            shutil.rmtree(shared, ignore_errors=True)
+            os._exit(128 + number)
+
+        stopping.install()
+        stopping.watch(give_up)
         status.follow(lambda: status.of_ranks([phase.current()]))
-        code = run_rank(cfg, layout=layout, folder=folder, env=env, hard_stop=SECONDS_TO_STOP)
+        try:
+            code = run_rank(cfg, layout=layout, folder=folder, env=RankEnv.from_environ())
+        except stopping.Stop:
+            code = 128 + (stopping.requested() or signal.SIGTERM)
         status.end()
+    if code > 128:
+        failures.interrupted(folder)
     if code in (1, 2):
         failures.report(folder, failures.cause(failures.recorded(folder)), world_size=1, debug=cfg.debug)
     return code

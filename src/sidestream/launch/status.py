@@ -139,13 +139,13 @@ def of_ranks(phases: Sequence[phase.Phase]) -> str | None:
             return None
         if first.name == phase.LEAVING:
             return None
-        return str(first) if time.monotonic() - first.entered >= AGAIN else None
+        return first.place if time.monotonic() - first.entered >= AGAIN else None
     order = phase.BEFORE_TRAINING
     behind = min(phases, key=lambda p: order.index(p.name) if p.name in order else len(order))
     who = "" if len(phases) == 1 else f"{len(phases)} ranks: "
     if behind.name != first.name:
         who = f"rank {phases.index(behind)}: "
-    return f"{who}{behind.doing or behind}"
+    return f"{who}{behind.doing or behind.place}"
 
 
 def of_process() -> str:

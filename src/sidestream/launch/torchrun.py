@@ -12,13 +12,13 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import arguments, failures
+from sidestream.launch import failures, stopping
 from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank
 
@@ -36,6 +36,7 @@ _TASKS = {
 _KEY = "sidestream/launch"
 _TIMEOUT = timedelta(seconds=120)  # rank 0 composes the config meanwhile, from a slow disk at worst
 _SECONDS_FOR_CAUSE = 1.0
+_SECONDS_OF_ONE_REQUEST = 5.0
 
 store: "Store | None" = None  # for init_process_group; kept alive, rank 0 may be its server
 _published = False
@@ -86,6 +87,8 @@ def _is_batch_script(starter: str) -> bool:
 
 
 def _command(starter: str, tasks: int, argv: list[str]) -> str:
+    from sidestream.launch import arguments  # imports Hydra, which a rank does without
+
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
     if starter == "mpirun":
         nodes = tasks // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", tasks))
@@ -157,13 +160,26 @@ def _meet() -> "Store":
 def _train(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     env = RankEnv.from_environ("env://")
     folder.mkdir(parents=True, exist_ok=True)  # on another machine
-    code = run_rank(cfg, layout=layout, folder=folder, env=env)
+    stopping.install()
+    # The agent and whoever stops the whole job both send; the agent kills what does not stop.
+    stopping.watch(_give_up, again_after=_SECONDS_OF_ONE_REQUEST, quiet=env.rank > 0)
+    try:
+        code = run_rank(cfg, layout=layout, folder=folder, env=env)
+    except stopping.Stop:
+        code = 128 + (stopping.requested() or signal.SIGTERM)
+    if code > 128 and env.rank == 0:
+        failures.interrupted(folder)
     if code in (1, 2):
         time.sleep(_SECONDS_FOR_CAUSE)  # the rank that caused it may be a moment later
         cause = failures.cause(failures.recorded(folder))
         if cause.rank == env.rank:
             failures.report(folder, cause, world_size=env.world_size, debug=cfg.debug)
     return code
+
+
+def _give_up(number: int, why: str) -> NoReturn:
+    print(f"error: rank {os.environ['RANK']}: {why}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 __all__ = ["active", "follow", "follows", "lead", "refuse_tasks", "release", "store", "world"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,9 +157,22 @@ class SidestreamModule(LightningModule):
         if self._train_loader is not None:
             self._train_loader.commit(self.global_step)
         self.recorder.end_step(self.global_step, report, norm, lr=lr)
-        if report.stop and self.global_step < self.trainer.max_steps:
-            self.stopping = True
-            self.trainer.should_stop = True
+        if report.stop:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the run behind this step, on all ranks: a checkpoint, and no validation."""
+        self.stopping = True
+        self.trainer.should_stop = True
+        self.trainer.limit_val_batches = 0  # else Lightning validates when it stops
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was asked; the same answer on all. Collective."""
+        asked = torch.tensor(float(self._stop_requested()), device=self.device)
+        if self.trainer.world_size > 1:
+            phase.beat()
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.parallel_strategy.parallel.control)
+        return bool(asked)
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -170,9 +184,17 @@ class SidestreamModule(LightningModule):
         self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add the loss of this rank's share to the sums."""
-        assert self._val is not None
+        """Add the loss of this rank's share to the sums.
+
+        Raises:
+            StopIteration: A rank was asked to stop: Lightning leaves the loop, on all ranks.
+        """
         phase.beat()
+        if self._asked_to_stop():
+            self._stop()
+            self._val = None
+            raise StopIteration
+        assert self._val is not None
         # As in training: memory, and what an expert's capacity is a share of, belong to a micro-batch.
         for micro_batch in batch.split(self.recipe.micro_batch_size):
             nll = self.parallel_strategy.budget.guard(partial(self._nll, micro_batch))
@@ -184,7 +206,8 @@ class SidestreamModule(LightningModule):
 
     @override
     def on_validation_end(self) -> None:
-        assert self._val is not None
+        if self._val is None:
+            return  # left early
         if self.trainer.world_size > 1:
             dist.all_reduce(self._val, group=self.parallel_strategy.parallel.control)
         nll, tokens = self._val.tolist()
@@ -201,8 +224,9 @@ class SidestreamModule(LightningModule):
         self.eval()
         with torch.no_grad():
             self.on_validation_start()
-            for index, batch in enumerate(loader):
-                self.validation_step(batch.to(self.device), index)
+            with suppress(StopIteration):
+                for index, batch in enumerate(loader):
+                    self.validation_step(batch.to(self.device), index)
             self.on_validation_end()
         self.train()
 
