@@ -16,6 +16,7 @@ from sidestream import scripts
 from sidestream.launch import status
 from sidestream.tracking import latest
 from sidestream.tracking.expert_load import FILE, write_picture
+from sidestream.tracking.untrusted import Unreadable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
         status.say("drawing")
-        picture = write_picture(folder, out)
+        try:
+            picture = write_picture(folder, out)
+        except Unreadable as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     if picture is None:
         print(
             f"error: folder={folder}: no expert load in it; expected a run with MoE layers", file=sys.stderr

@@ -326,6 +326,7 @@ def _end_result(
         tokens=summary.tokens,
         tokens_per_second=summary.tokens_per_second,
         step_ms=summary.step_ms,
+        waited_share=summary.waited_share,
         mfu=summary.mfu,
         peak_tflops=summary.peak_tflops,
         peak_source=peak.source,

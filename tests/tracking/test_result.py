@@ -37,6 +37,7 @@ KEYS = {
         "tokens": None,
         "tokens_per_second": None,
         "step_ms": None,
+        "waited_share": None,
         "mfu": None,
         "peak_tflops": None,
         "peak_source": None,

@@ -238,7 +238,7 @@ def _apart(one: Run, other: Run, studied: Sequence[str]) -> bool:
 def _notes(
     arms: Sequence[Arm], runs: Sequence[Run], differ: Sequence[str], meant: Sequence[Difference]
 ) -> list[str]:
-    notes = []
+    notes = [f"Of {run.name}: {line}." for run in runs for line in run.skipped]
     for name in differ:
         if not any(covers(name, difference.key) for difference in meant):
             notes.append(f"--differ {name} was given, but the runs do not differ in it.")

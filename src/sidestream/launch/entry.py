@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream.config import schema, trust
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import Layout, check, remarks
 from sidestream.config.errors import ConfigError, cannot_write, is_of_place
 from sidestream.config.help import help_text, list_options_once
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
@@ -128,6 +128,11 @@ class BeforeRun(Callback):
         folder = Path(config.hydra.run.dir).absolute()
         cfg = of_the_task(config, folder=folder)
         layout = check(cfg, **torchrun.world())
+        from sidestream.predict.here import check_memory  # `--help` does without it
+
+        check_memory(cfg, layout)
+        for remark in remarks(cfg, layout):
+            status.line(f"warning: {remark}")
         if cfg.resume is None:
             _check_initial_weights(cfg.initial_weights)
             _claim(folder)

@@ -17,10 +17,11 @@ from sidestream.parallel.step import StepReport
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.load import load_metrics, worst_load
-from sidestream.tracking.machine import Peak
+from sidestream.tracking.machine import Peak, waiting_reader
 
 # The first steps pay for allocations and kernel look-ups.
 WARMUP_STEPS = 5
+UNKNOWN = -1.0  # in what ranks tell each other; a NaN could be taken for one of the step
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Summary:
     tokens: int
     tokens_per_second: float | None
     step_ms: float | None
+    waited_share: float | None
     mfu: float | None
     peak_tflops: float | None
     bytes_on_wire: int
@@ -93,6 +95,10 @@ class Recorder:
         self._ranks = 1
         self._load: Tensor | None = None
         self._load_steps = 0
+        self._waiting = waiting_reader()
+        self._waited_before = self._waiting()
+        self._waited = 0.0  # in the last step
+        self._waited_shares: list[float] = []
         self._load_window = expert_load.window(every=sizes.every, max_steps=sizes.max_steps)
         self._val_loss: float | None = None
         self.last_validation: int | None = None
@@ -108,6 +114,7 @@ class Recorder:
         current, peak = self._memory()
         return {
             "seconds": self._durations[-1] if self._durations else 0.0,
+            "waited": self._waited,
             "memory": current,
             "peak_memory": peak,
             "peak_flops": self._peak.flops or 0.0,
@@ -115,7 +122,7 @@ class Recorder:
 
     def start_step(self) -> None:
         """The clock of a step: from the batch being there to the commit. Validation and saving are outside."""
-        self._started = time.perf_counter()
+        self._started, self._waited_before = time.perf_counter(), self._waiting()
 
     def end_step(self, step: int, report: StepReport, norm: Tensor, *, lr: float) -> None:
         """Record a committed step.
@@ -127,6 +134,8 @@ class Recorder:
             lr: Learning rate of the step.
         """
         self._durations.append(time.perf_counter() - self._started)
+        before, now = self._waited_before, self._waiting()
+        self._waited = UNKNOWN if before is None or now is None else now - before
         self._losses.append(report.loss)
         self._bytes += report.bytes_on_wire
         self._step = step
@@ -134,6 +143,9 @@ class Recorder:
         self._ranks, self._peak_flops = len(peaks), sum(peaks) if min(peaks) > 0 else None
         if len(self._durations) > 1:
             self._slowest.append(max(report.per_rank["seconds"]))
+            ranks = list(zip(report.per_rank["waited"], report.per_rank["seconds"]))
+            if all(waited >= 0.0 and seconds > 0.0 for waited, seconds in ranks):
+                self._waited_shares.append(max(waited / seconds for waited, seconds in ranks))
         if not self._writes:
             return
         self._keep_load(step, report)
@@ -224,10 +236,15 @@ class Recorder:
             tokens=self._step * self._sizes.tokens_per_step,
             tokens_per_second=speed,
             step_ms=1e3 * statistics.median(steady) if steady else None,
+            waited_share=self._waited_share(),
             mfu=self._mfu(speed) if speed is not None else None,
             peak_tflops=self._peak_flops / self._ranks / 1e12 if self._peak_flops is not None else None,
             bytes_on_wire=self._bytes,
         )
+
+    def _waited_share(self) -> float | None:
+        shares = self._waited_shares[WARMUP_STEPS:] or self._waited_shares
+        return statistics.fmean(shares) if shares else None
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from sidestream.launch import arguments
 from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking.spreadsheet import as_csv
+from sidestream.tracking.untrusted import Unreadable, printable, read_bytes, read_text
 
 TABLE = "sweep.csv"
 OF_A_JOB = ("number", "state", "reason", "seconds", "folder")  # the first columns; those of the keys follow
@@ -78,9 +80,12 @@ class Job:
         if self.state != "FAILED":
             return ""
         log = self.folder / "stdout.log"
-        text = log.read_bytes()[self.log_start :].decode(errors="replace") if log.exists() else ""
+        try:
+            text = read_bytes(log)[self.log_start :].decode(errors="replace")
+        except Unreadable:
+            text = ""
         errors = [line for line in text.split("\n") if line.startswith("error: ")]
-        found = errors[-1].removeprefix("error: ") if errors else ""
+        found = printable(errors[-1].removeprefix("error: ")) if errors else ""
         return found or f"exit code {self.code}; see {os.path.relpath(log)}"
 
     def line(self) -> str:
@@ -135,21 +140,17 @@ def write_table(folder: Path, jobs: Sequence[Job]) -> None:
         jobs: All of the sweep, at least one, in the order of their numbers.
     """
     table = rows(folder, jobs)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(folder / TABLE, text.getvalue())
+    write_text_atomic(folder / TABLE, as_csv(table))
 
 
 def read_table(folder: Path) -> list[dict[str, str]]:
-    """Returns the rows of `sweep.csv` as text, [] if there is none."""
-    path = folder / TABLE
-    if not path.exists():
+    """Returns the rows of `sweep.csv` as text, [] if there is none that can be read."""
+    try:
+        text = read_text(folder / TABLE, inside=folder)
+        return list(csv.DictReader(io.StringIO(text, newline="")))
+    except (Unreadable, csv.Error):
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def after_sweep(folder: Path, jobs: Sequence[Job]) -> None:
