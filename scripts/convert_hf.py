@@ -64,15 +64,16 @@ def overrides(options: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def read_options(source: Path) -> dict[str, dict[str, Any]]:
-    """Our options for the model in a Hugging Face folder."""
-    return model_options(ModelFolder(source).config)
+    """Our options for the model in a Hugging Face folder, if its weights are there as config.json says."""
+    folder = ModelFolder(source)
+    options = model_options(folder.config)
+    folder.check_tensors()
+    return options
 
 
 def describe(source: Path) -> None:
-    """Print the overrides, if the weights are there as config.json says."""
-    words = overrides(read_options(source))
-    ModelFolder(source).check_tensors()
-    print(*words)
+    """Print the overrides."""
+    print(*overrides(read_options(source)))
 
 
 def fields() -> None:

@@ -30,6 +30,7 @@ from plot_loss import main as plot_loss
 
 from sidestream import scripts
 from sidestream.compare import quality
+from sidestream.config import resume_page
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
@@ -80,6 +81,9 @@ PREDICTOR_BEGIN = "<!-- predictor begin: written by `make readme` -->"
 PREDICTOR_END = "<!-- predictor end -->"
 RECIPES_BEGIN = "<!-- predictor_recipes begin: written by `make readme` -->"
 RECIPES_END = "<!-- predictor_recipes end -->"
+RESUME = REPOSITORY / "docs" / "resume.md"
+RESUME_BEGIN = "<!-- resume_contract begin: written by `make readme` -->"
+RESUME_END = "<!-- resume_contract end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
@@ -108,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         write_text_atomic(FUSION, render_fusion(FUSION.read_text(encoding="utf-8")))
         write_text_atomic(GRAPH, render_graph(GRAPH.read_text(encoding="utf-8")))
         write_text_atomic(PREDICTOR, render_predictor(PREDICTOR.read_text(encoding="utf-8")))
+        write_text_atomic(RESUME, render_resume(RESUME.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
             write_text_atomic(DISPATCH, rendered)
@@ -227,6 +232,11 @@ def render_predictor(page: str) -> str:
     tables = "\n".join(predictor_page.markdown())
     page = _between(PREDICTOR.name, page, PREDICTOR_BEGIN, PREDICTOR_END, tables)
     return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, "\n".join(predictor_page.recipes()))
+
+
+def render_resume(page: str) -> str:
+    """Returns docs/resume.md with the tables of the contract replaced; see `render`."""
+    return _between(RESUME.name, page, RESUME_BEGIN, RESUME_END, resume_page.markdown())
 
 
 def render_graph(page: str) -> str:

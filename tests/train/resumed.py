@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -20,6 +20,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from sidestream.config.compatibility import Layout, check
 from sidestream.launch import entry, resume
 from sidestream.launch.record import RESOLVED, Launch
+from sidestream.tracking.integrity import checkpoints, step_of
+from tests.rank_pool import ranks
 from tests.train.fit import CONF, train_one
 
 STEPS, SAVED = 6, 3
@@ -43,12 +45,14 @@ class Ended:
     Attributes:
         bits: Digest of weights, balancing bias and optimizer state; equal only if all of them are, bit for bit.
         losses: Step -> training loss.
+        rates: Step -> learning rate.
         seen: What `look` returned on rank 0.
         result: result.json of rank 0.
     """
 
     bits: str
     losses: dict[int, float]
+    rates: dict[int, float]
     seen: Any
     result: dict[str, Any]
 
@@ -68,12 +72,15 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig:
         return compose("train", list(overrides))
 
 
-def config(folder: Path, *overrides: str, world: int = 1, **keys: Any) -> DictConfig:
+def config(
+    folder: Path, *overrides: str, world: int = 1, options: dict[str, str] | None = None, **keys: Any
+) -> DictConfig:
     """The config of a micro run.
 
     Args:
         folder: Where text and cache lie.
         overrides: As typed; composed once.
+        options: Group -> another option of it, with its values as they are in conf/.
         keys: Dotted key -> value, set on a copy.
     """
     # Composing takes longer than training, so what changes from test to test is set afterwards.
@@ -82,9 +89,20 @@ def config(folder: Path, *overrides: str, world: int = 1, **keys: Any) -> DictCo
     if "files" in cfg.data.keys():  # noqa: SIM118 - `in` is false where a value is missing
         places["data.files"] = [str(write_text(folder))]
     with open_dict(cfg):
+        for group, name in (options or {}).items():
+            cfg[group] = option(group, name)
         for key, value in {**places, **keys}.items():
             OmegaConf.update(cfg, key, value)
     return cfg
+
+
+@cache
+def option(group: str, name: str) -> DictConfig:
+    """An option of conf/, without what it says of the others."""
+    content: Any = OmegaConf.load(CONF / group / f"{name}.yaml")
+    content = content.get(group, content)
+    content.pop("defaults", None)
+    return content
 
 
 def write_start(cfg: DictConfig, folder: Path) -> Layout:
@@ -99,7 +117,9 @@ def write_start(cfg: DictConfig, folder: Path) -> Layout:
 def cut_back(run: Path, folder: Path) -> Path:
     """A copy of a run as it was at its checkpoint in the middle."""
     shutil.copytree(run, folder)
-    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
+    for checkpoint in checkpoints(folder):
+        if step_of(checkpoint) > SAVED:
+            shutil.rmtree(checkpoint)
     return folder
 
 
@@ -108,9 +128,22 @@ def changes(folder: Path, cfg: DictConfig) -> list[str]:
     return resume.check_changes(folder, new=entry.resolve(cfg), layout=check(cfg))
 
 
-def run_many(
-    rank: int, world: int, *, cases: list[tuple[dict[str, Any], str, Callable[[Any], Any] | None]]
-) -> list[Ended | str]:
+Look: TypeAlias = Callable[[Any], Any] | None
+Case: TypeAlias = tuple[dict[str, Any], str, Look]
+
+
+def run_all(
+    cases: Sequence[tuple[DictConfig, Path, Look]], *, world: int = 1, limit_s: float = 240
+) -> list[Any]:
+    """Run them one after another; what rank 0 says of each."""
+    given = []
+    for cfg, folder, look in cases:
+        write_start(cfg, folder)
+        given.append((entry.resolve(cfg), str(folder), look))
+    return ranks(world).run(run_many, cases=given, limit_s=limit_s)[0]
+
+
+def run_many(rank: int, world: int, *, cases: list[Case]) -> list[Ended | str]:
     """One rank of several runs, one after another; an error is its last line.
 
     Args:
@@ -135,7 +168,7 @@ def run_many(
 def _run_one(rank: int, world: int, cfg: dict[str, Any], folder: str, look: Any) -> Ended | str:
     from sidestream import run
     from sidestream.lightning.module import SidestreamModule
-    from tests.train.fit import losses
+    from sidestream.tracking.folder import RunFolder
 
     ended: dict[str, Any] = {}
 
@@ -151,7 +184,9 @@ def _run_one(rank: int, world: int, cfg: dict[str, Any], folder: str, look: Any)
         result = train_one(rank, world, cfg=cfg, layout=asdict(layout), folder=folder)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return Ended(losses=losses(Path(folder)), result=result, **ended)
+    records = [r for r in RunFolder(Path(folder)).read_metrics() if "train/loss" in r]
+    losses, rates = ({r["step"]: r[name] for r in records} for name in ("train/loss", "train/lr"))
+    return Ended(losses=losses, rates=rates, result=result, **ended)
 
 
 def digest(module: Any) -> str:
@@ -166,6 +201,3 @@ def digest(module: Any) -> str:
             found.update(name.encode())
             found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-__all__ = ["Ended", "changes", "config", "cut_back", "digest", "run_many", "write_start", "write_text"]

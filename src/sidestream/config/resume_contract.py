@@ -58,7 +58,6 @@ _TIME = "time and memory only"
 _ADDRESSES = "where files lie"
 _LAYOUT = _ROUNDING + "; with other ranks dropout and jitter draw other random numbers"
 _PREDICTED = "of predict.py"
-_MACHINE = "of predict.py; train.py refuses a cluster"
 
 _FREE_STANDING: tuple[tuple[Kind, str, str], ...] = (
     ("refused", _SHAPE, "model.vocab_size model.num_layers model.hidden_size model.num_heads model.num_kv_heads"),
@@ -133,19 +132,19 @@ RULES: dict[str, Rule] = {
     "initial_weights": Rule("free", "the checkpoint takes their place", said="not read: the checkpoint is"),
 }
 
-# Keys that no shipped option has: of a user's own option, or of another version. Group -> rule.
+# Keys of an option of the user's own, in the groups that take one. Group -> rule.
 OWN_KEYS: dict[str, Rule] = {
-    **{group: Rule("refused", "the model may depend on it") for group in ("model", "router", "balance")},
+    "router": Rule("refused", _ROUTING),
+    "balance": Rule("refused", _BALANCE),
     "data": Rule("refused", _TEXT),
     **{
         group: Rule("changes", "the class is built with the new value")
-        for group in ("dispatcher", "fusion", "overlap", "graph", "link", "strategy")
+        for group in ("dispatcher", "fusion", "overlap", "graph", "link")
     },
     "optimizer": Rule("changes", "the update of the steps to come"),
     "scheduler": Rule("changes", _SCHEDULE),
-    **{group: Rule("free", _SHOWN) for group in ("trainer", "callbacks", "logger", "paths", "predict")},
-    "cluster": Rule("free", _MACHINE),
 }
+_GONE = Rule("changes", "an earlier version had this key")
 
 _SAME_BITS = ("overlap.none.NoOverlap", "overlap.shared_expert.SharedExpertOverlap")
 

@@ -235,6 +235,7 @@ def _stored(file: str, name: str, entry: Mapping[str, Any], *, begin: int) -> tu
     if (
         not isinstance(shape, list)
         or not all(isinstance(n, int) and n >= 0 for n in shape)
+        or not isinstance(dtype, str)
         or dtype not in sizes
     ):
         raise ValueError(f"{printable(name)} has no shape or no dtype that is known")
