@@ -1,5 +1,10 @@
 """Predicts what a training run would cost on a cluster: `python predict.py cluster=gb300_nvl72 model=qwen3_30b_a3b`."""
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import hydra
 from omegaconf import DictConfig
 
@@ -14,4 +19,4 @@ def main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     command.rewrite()
-    entry.run(main)
+    entry.run(main, shows_status=False)

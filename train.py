@@ -1,5 +1,10 @@
 """Trains a model: `python train.py`, `python train.py --help`."""
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import hydra
 from omegaconf import DictConfig
 

@@ -1,14 +1,21 @@
 """Times dispatch and combine, forward and backward, of several dispatchers on identical routing.
 
-python scripts/bench_dispatch.py --shapes C@2 --arms nccl_ep alltoall nccl_ep,dispatcher.capacity_factor=1.25
+python scripts/bench_dispatch.py --arms nccl_ep alltoall nccl_ep,dispatcher.capacity_factor=1.25
 
-starts CPU ranks on this machine, over gloo. On GPUs, with ranks that exist already, over NCCL and the libraries:
+starts CPU ranks on this machine, over gloo. On GPUs, with ranks that exist already, over NCCL
+and the libraries:
 
     torchrun --nproc-per-node 8 scripts/bench_dispatch.py --shapes 4096,7168,2048,256,8 --out a.json
 
-Libraries that cannot be installed together are measured in an environment each and put together with `--merge`.
+Libraries that cannot be installed together are measured in an environment each and put together
+with `--merge`.
 What is measured, and what not to conclude from it: docs/dispatch_benchmark.md.
 """
+
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import json
@@ -24,6 +31,7 @@ from typing import Any
 
 from rich.console import Console
 
+from sidestream import scripts
 from sidestream.config.availability import LIBRARIES
 from sidestream.launch import torchrun
 from sidestream.measure import environment
@@ -44,9 +52,7 @@ PACKAGES = ("nccl-extensions", "nccl4py", "deep_ep", "nvidia-nccl-cu13", "nvidia
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = scripts.parser(__doc__, whole=True, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--shapes",
@@ -120,6 +126,7 @@ def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argp
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    scripts.check_place(options.out)
     words = sys.argv[1:] if argv is None else argv
     try:
         if options.calibrate:
@@ -335,4 +342,4 @@ def finish(result: dict[str, Any], options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

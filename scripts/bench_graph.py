@@ -6,7 +6,11 @@ A case is overrides of train.py in one string; without any, `tiny` with three di
 graph is a tape, see docs/step_graphs.md.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import shlex
 import sys
@@ -17,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sidestream import scripts
 from sidestream.measure import environment
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.tracking.folder import write_json_atomic
@@ -32,13 +37,14 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--case", action="append", metavar="OVERRIDES", help="in one string; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("logs/bench_graph/graph.json"), metavar="FILE")
     options = parser.parse_args(argv)
+    scripts.check_place(options.out)
     before = os.getloadavg()
     cases = [shlex.split(case) for case in options.case or CASES]
     job = {"conf": str(ROOT / "conf"), "cases": cases, "rounds": options.rounds, "warmup": options.warmup}
@@ -88,4 +94,4 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

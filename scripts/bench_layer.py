@@ -1,4 +1,4 @@
-"""Times one MoE layer, forward and backward, against a dense layer of equal FLOPs and against published MoE layers.
+"""Times one MoE layer, forward and backward, against a dense one of equal FLOPs and published ones.
 
 python scripts/bench_layer.py --shapes A B C D E A@2 B@2 --peers all
 
@@ -9,6 +9,11 @@ Peers live in an extra, and torchtitan wants more than it uses, so its imports a
 
 What is measured, and what not to conclude from it: docs/layer_benchmark.md.
 """
+
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import os
@@ -21,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from sidestream import scripts
 from sidestream.measure import environment as facts
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.report import add_statistics, print_tables, save_picture
@@ -35,9 +41,7 @@ SCHEMA_VERSION = 1
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = scripts.parser(__doc__, whole=True, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--shapes",
@@ -121,6 +125,7 @@ def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argp
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    scripts.check_place(options.out)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     before = os.getloadavg()
     try:
@@ -216,4 +221,4 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -1,12 +1,17 @@
 """Checks every dispatcher against a computation without an exchange, then times those that passed.
 
-torchrun --nproc-per-node 8 scripts/check_cluster.py        on GPUs, with the libraries that are installed
-python scripts/check_cluster.py --ranks 2                   on CPU ranks, over gloo: transport=torch only
-python scripts/check_cluster.py --ranks 8 --list            what would be checked here; nothing is started
+torchrun --nproc-per-node 8 scripts/check_cluster.py   on GPUs, with the libraries installed
+python scripts/check_cluster.py --ranks 2              on CPU ranks, over gloo: transport=torch only
+python scripts/check_cluster.py --ranks 8 --list       what would be checked; starts nothing
 
-Prints a row per check and writes JSON; what cannot run is skipped with the reason. The exit code is 1 if a check
-failed. See docs/dispatch_benchmark.md.
+Prints a row per check and writes JSON; what cannot run is skipped with the reason. The exit code is
+1 if a check failed. See docs/dispatch_benchmark.md.
 """
+
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import os
@@ -24,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sidestream import scripts
 from sidestream.config.availability import Machine
 from sidestream.launch import torchrun
 from sidestream.measure import environment
@@ -46,9 +52,7 @@ COLORS = {
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = scripts.parser(__doc__, whole=True, allow_abbrev=False)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="CPU ranks to start; torchrun decides it otherwise (default 2)")
     add("--list", action="store_true", help="say what would be checked and skipped, and end")
@@ -79,6 +83,7 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
             show(listed(checks), console)
             print(f"{ranks} ranks on {machine.device_type}; real shape {real_text(options, machine)}")
             return 0
+        scripts.check_place(options.out)
         result = run(options, checks, machine=machine, ranks=ranks)
     except (ValueError, Failed) as error:
         if not torchrun.follows():
@@ -202,4 +207,4 @@ def what_ran(rows: Sequence[dict[str, Any]], device: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

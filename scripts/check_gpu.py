@@ -6,7 +6,11 @@ A check is a function in `CHECKS`: it returns what it found, raises `Skip` with 
 anything else it raises is the failure. Without a GPU it takes a few seconds and says what it skipped.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import math
 import subprocess
 import sys
@@ -27,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from sidestream import scripts
 from sidestream.build import model_shape
 from sidestream.config.devices import count_gpus
 from sidestream.config.schema import register
@@ -474,7 +479,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def main(argv: list[str] | None = None, *, checks: Sequence[Callable[[], str]] = CHECKS) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file too")
     parser.add_argument("--list", action="store_true", help="say what would be checked, and check nothing")
     arguments = parser.parse_args(argv)
@@ -482,6 +487,7 @@ def main(argv: list[str] | None = None, *, checks: Sequence[Callable[[], str]] =
         for check in checks:
             print(f"{check.__name__.replace('_', ' '):14s} {(check.__doc__ or '').splitlines()[0]}")
         return 0
+    scripts.check_place(arguments.json)
     outcomes = run_checks(checks)
     show(outcomes, Console())
     if arguments.json is not None:
@@ -491,4 +497,4 @@ def main(argv: list[str] | None = None, *, checks: Sequence[Callable[[], str]] =
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

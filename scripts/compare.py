@@ -4,20 +4,30 @@ python scripts/compare.py logs/train/multiruns/<sweep>
 python scripts/compare.py RUN RUN --studied link --baseline link=native
 """
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import argparse
 import sys
 from pathlib import Path
 
+from sidestream import scripts
 from sidestream.compare import wandb_runs
 from sidestream.compare.arms import compare
 from sidestream.compare.errors import CompareError
 from sidestream.compare.fairness import STUDIED
 from sidestream.compare.outputs import write
 from sidestream.compare.runs import read_folders
+from sidestream.launch import status
+from sidestream.tracking import latest
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    arguments.folders = [latest.sweep(folder) for folder in arguments.folders]
+    status.say("reading the runs")
     try:
         runs, left_out = read_folders(arguments.folders)
         if arguments.wandb is not None:
@@ -25,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             runs, left_out = [*runs, *more], [*left_out, *more_left_out]
         comparison = compare(
             runs,
-            studied=_names(arguments.studied),
+            studied=None if arguments.studied is None else _names(arguments.studied),
             differ=_names(arguments.differ),
             baseline=arguments.baseline,
             left_out=left_out,
@@ -33,21 +43,25 @@ def main(argv: list[str] | None = None) -> int:
     except CompareError as error:
         print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return 2
+    status.say("drawing")
+    written = write(comparison, arguments.out or default_out(arguments.folders))
+    status.end()
     print(comparison.title)
     for item in comparison.left_out:
         print(f"left out: {item.name}: {item.reason}")
-    print(*write(comparison, arguments.out or default_out(arguments.folders)), sep="\n")
+    print(*written, sep="\n")
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="*", type=Path, metavar="folder", help="of a sweep or a run")
+    parser = scripts.parser(__doc__)
+    parser.add_argument(
+        "folders", nargs="*", type=Path, metavar="folder", help="of a sweep or a run, or latest"
+    )
     parser.add_argument(
         "--studied",
-        default=",".join(STUDIED),
         metavar="KEY,...",
-        help="groups or keys that may differ: what is compared (default: %(default)s)",
+        help=f"groups or keys that may differ (default: what was swept, and {','.join(STUDIED)})",
     )
     parser.add_argument(
         "--differ",
@@ -83,4 +97,4 @@ def default_out(folders: list[Path]) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main, shows_status=True)

@@ -1,9 +1,10 @@
 """Hugging Face checkpoints of Mixtral, OLMoE and Qwen3-MoE, in and out.
 
-    python scripts/convert_hf.py describe <hf folder>                 the overrides that make train.py build this model
-    python scripts/convert_hf.py import <hf folder> <new folder>      a Sidestream checkpoint and a model YAML
-    python scripts/convert_hf.py export <run folder> <new folder>     a folder for transformers' from_pretrained
-                                        of a run with classes of yours: 'trusted_targets=[my_package]' beside
+    python scripts/convert_hf.py describe <hf folder>            the overrides that build this model
+    python scripts/convert_hf.py import <hf folder> <new folder> a checkpoint and a model YAML
+    python scripts/convert_hf.py export <run folder> <new folder> a folder for transformers
+                                   of a run with your classes: and 'trusted_targets=[my_package]'
+    python scripts/convert_hf.py fields                          fields of config.json and what they mean
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 
@@ -12,43 +13,74 @@ Training reads a Hugging Face folder without conversion, each rank its own exper
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
+import re
+import shlex
 import sys
-import tempfile
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from sidestream import scripts
 from sidestream.config import trust
-from sidestream.config.errors import ConfigError
-from sidestream.convert.families import config_json, model_options
+from sidestream.config.errors import ConfigError, as_typed
+from sidestream.convert.families import model_options
+from sidestream.convert.fields import FIELDS, markdown, markdown_common
+from sidestream.convert.folder import ModelFolder
+from sidestream.convert.target import config_json
+from sidestream.launch import status
+from sidestream.launch.record import load_resolved
+from sidestream.tracking import latest
+from sidestream.tracking.untrusted import Unreadable, printable, read_json
 
 CONF = Path(__file__).parents[1] / "conf"
+# What a shell splits or expands, and what Hydra's grammar gives a meaning, is not in it.
+_WORD = re.compile(r"(model|router)\.[a-z_]+=(-?[0-9][0-9.e+-]*|[a-z_]+|\[([0-9]+(,[0-9]+)*)?\])")
 
 
 def overrides(options: dict[str, dict[str, Any]]) -> list[str]:
-    """Config sections -> `group.key=value` words for the command line, without spaces."""
-    words = []
-    for group, values in options.items():
-        for key, value in values.items():
-            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            words.append(f"{group}.{key}={text.replace(' ', '')}")
+    """Config sections -> `group.key=value` words for the command line, without spaces.
+
+    Raises:
+        ConfigError: A word would be more than a number, a name or a list of numbers.
+    """
+    words = [
+        f"{group}.{key}={as_typed(value)}" for group, keys in options.items() for key, value in keys.items()
+    ]
+    for word in words:
+        if not _WORD.fullmatch(word):
+            why = "not a word for the command line"
+            raise ConfigError(
+                "describe", printable(word), why, expected="plain values", fix="another checkpoint"
+            )
     return words
 
 
 def read_options(source: Path) -> dict[str, dict[str, Any]]:
-    """Our options for the model in a Hugging Face folder."""
-    from sidestream.convert.huggingface import read_config
-
-    return model_options(read_config(source))
+    """Our options for the model in a Hugging Face folder, if its weights are there as config.json says."""
+    folder = ModelFolder(source)
+    options = model_options(folder.config)
+    folder.check_tensors()
+    return options
 
 
 def describe(source: Path) -> None:
     """Print the overrides."""
     print(*overrides(read_options(source)))
+
+
+def fields() -> None:
+    """Print the tables of docs/huggingface.md."""
+    for model_type in FIELDS:
+        print(f"### {model_type}", "", *markdown(model_type), "", sep="\n")
+    print("### Any of them", "", *markdown_common(), sep="\n")
 
 
 def compose_model(options: dict[str, dict[str, Any]]) -> Any:
@@ -64,106 +96,194 @@ def compose_model(options: dict[str, dict[str, Any]]) -> Any:
 
 def import_(source: Path, out: Path) -> None:
     """Write a Sidestream checkpoint (one rank holds the model; training can read the folder in pieces instead)."""
-    import torch
     import torch.distributed.checkpoint as dcp
 
-    from sidestream import build
-    from sidestream.convert.huggingface import load_huggingface
-    from sidestream.launch.worker import RankEnv
-    from sidestream.parallel.mesh import build_parallel
-    from sidestream.parallel.world import join_world, leave_world
+    from sidestream.convert import verify
+    from sidestream.convert.huggingface import load_huggingface, written_aside
+    from sidestream.parallel.weights import load_weights
+    from sidestream.tracking.integrity import digests, seal
 
     options = read_options(source)
-    if out.exists():
-        raise ConfigError("out", out, "it exists", expected="a new folder", fix="another name")
-    cpu, timeout = torch.device("cpu"), timedelta(minutes=10)
-    with tempfile.TemporaryDirectory() as scratch:
-        owns_world = join_world(RankEnv(0, 0, 1, 1, f"file://{scratch}/store"), cpu, timeout=timeout)
-        parallel = build_parallel(expert_parallel_size=1, device_type="cpu", timeout=timeout)
-        cfg = compose_model(options)
-        model = build.model_builder(cfg, vocab_size=options["model"]["vocab_size"], device=cpu)(parallel)
-        load_huggingface(model, source)
-        out.mkdir(parents=True)
-        state = {f"model.{name}": value for name, value in model.state_dict().items()}
-        dcp.save({"state_dict": state}, checkpoint_id=out / "checkpoint")
-        if owns_world:
-            leave_world()
-    (out / "model").mkdir()
-    yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["tiny", "_self_"], **options["model"]}))
-    (out / "model" / "imported.yaml").write_text(yaml, encoding="utf-8")
-    router = " ".join(overrides({"router": options["router"]}))
-    print(f"python train.py -cd {out} model=imported {router} initial_weights={out / 'checkpoint'}")
+    cfg = compose_model(options)
+    tokens = verify.example_tokens(cfg.model.vocab_size, cfg.model.sliding_window)
+    with written_aside(out) as aside, verify.alone() as parallel:
+
+        def convert(model: Any) -> None:
+            load_huggingface(model, source)
+            state = {f"model.{name}": value for name, value in model.state_dict().items()}
+            dcp.save({"state_dict": state}, checkpoint_id=aside / "checkpoint")
+            seal(aside / "checkpoint", step=0, files=digests((aside / "checkpoint").iterdir()))
+
+        def read_back(model: Any) -> None:
+            load_weights(model, aside / "checkpoint")
+
+        logits = verify.our_logits(cfg, parallel, tokens, convert)
+        readers = {
+            "the checkpoint": lambda: verify.our_logits(cfg, parallel, tokens, read_back),
+            "transformers": lambda: verify.their_logits(source, tokens),
+        }
+        told = verify.compare_all(logits, readers, source=source)
+        _write_yaml(aside / "model" / "imported.yaml", {"defaults": ["tiny", "_self_"], **options["model"]})
+        # Beside the checkpoint, as in a run: a model that starts from it is compared with it.
+        _write_yaml(aside / ".hydra" / "resolved.yaml", options)
+    status.end()
+    print(told, file=sys.stderr)
+    router = overrides({"router": options["router"]})
+    words = ["-cd", str(out), "model=imported", *router, f"initial_weights={out / 'checkpoint'}"]
+    print("python train.py", shlex.join(words))
+
+
+def _write_yaml(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir()
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
 
 
 def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None = None) -> None:
-    """Write the newest checkpoint of a run for transformers, one tensor at a time."""
+    """Write the newest checkpoint of a run for transformers, one tensor at a time, and compare the logits."""
     import torch
-    import torch.distributed.checkpoint as dcp
 
     from sidestream import build
-    from sidestream.convert.huggingface import write_huggingface
-    from sidestream.launch.stored import read_config
-    from sidestream.lightning.checkpoint import checkpoints
-    from sidestream.parallel.weights import PREFIX
+    from sidestream.convert import verify
+    from sidestream.convert.huggingface import load_huggingface, write_huggingface
+    from sidestream.launch.stored import read_config, refused
+    from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
+    from sidestream.parallel.weights import PREFIX, load_weights
+    from sidestream.tracking.integrity import newest_whole
 
-    found = checkpoints(run)
-    if not found:
-        raise ConfigError(
-            "run", run, "no checkpoint in it", expected="a run folder", fix="run=<such a folder>"
-        )
+    choice = newest_whole(run.absolute(), key="run")
+    print(*choice.lines, sep="\n", end="\n" if choice.lines else "", file=sys.stderr)
     cfg = read_config(run, trusted=trusted or [])
-    schedule = build.make(cfg, "overlap")
-    if schedule.changes_model:
-        why = f"trained with overlap={getattr(schedule, 'name', '?')}, whose model transformers has not"
-        raise ConfigError(
-            "run", run, why, expected="a run whose schedule computes the plain model", fix="another run"
-        )
-    metadata = dcp.FileSystemReader(found[-1]).read_metadata().state_dict_metadata
+    reader = CheckpointReader(choice.folder)
+    metadata = reader.read_metadata().state_dict_metadata
     entries = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
-    names = [name for name in entries if not name.endswith("selection_bias")]
-    vocab_size = entries["embedding.weight"].size[0]
-    model = {**OmegaConf.to_container(cfg.model), "vocab_size": vocab_size}
-    saved = entries["embedding.weight"].properties.dtype
-    target = getattr(torch, dtype) if dtype else saved
-    config = config_json(model, cfg.router, dtype=str(target).removeprefix("torch."))
+    with refused(
+        run
+    ):  # a folder from anybody: the config may be of another model than the checkpoint, or of none
+        cfg.model.vocab_size = entries["embedding.weight"].size[0]
+        saved = entries["embedding.weight"].properties.dtype
+        target = getattr(torch, dtype) if dtype else saved
+        sections: Any = OmegaConf.to_container(cfg, resolve=True)
+        config = config_json(
+            sections["model"],
+            sections["router"],
+            balance=sections["balance"],
+            overlap=sections["overlap"],
+            trained=trained_fields(run, sections),
+            dtype=str(target).removeprefix("torch."),
+        )
+        shape = build.model_shape(cfg, vocab_size=cfg.model.vocab_size)
+    if build.make(cfg, "overlap").changes_model:
+        why = "this schedule computes another model than the plain one"
+        raise ConfigError(
+            "overlap._target_", cfg.overlap._target_, why, expected="the plain model", fix="another run"
+        )
 
     def tensor(name: str) -> torch.Tensor:
         value = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        dcp.load({PREFIX + name: value}, checkpoint_id=found[-1], no_dist=True)
+        load_state({PREFIX + name: value}, reader, alone=True)
         return value
 
-    shape = build.model_shape(cfg, vocab_size=vocab_size)
-    write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target)
-    print(f"{out}: {config['architectures'][0]} from {found[-1]}")
+    _check_bias(cfg, {name: tensor(name) for name in entries if name.endswith("selection_bias")})
+    tokens = verify.example_tokens(cfg.model.vocab_size, cfg.model.sliding_window)
+    told: list[str] = []
+
+    def of_the_run(model: Any) -> None:
+        load_weights(model, choice.folder)
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(target))  # rounded as it is written
+
+    def check(folder: Path) -> None:
+        written = compose_model(read_options(folder))
+        with verify.alone() as parallel:
+            logits = verify.our_logits(cfg, parallel, tokens, of_the_run)
+            load = partial(load_huggingface, folder=folder)
+            readers = {
+                "Sidestream": lambda: verify.our_logits(written, parallel, tokens, load),
+                "transformers": lambda: verify.their_logits(folder, tokens),
+            }
+            told.append(verify.compare_all(logits, readers, source=run))
+
+    names = [name for name in entries if not name.endswith("selection_bias")]
+    write_huggingface(out, names=names, tensor=tensor, shape=shape, config=config, dtype=target, check=check)
+    status.end()
+    print(f"{out}: {config['architectures'][0]} from {choice.folder}; {told[0]}")
+
+
+def _check_bias(cfg: Any, biases: dict[str, Any]) -> None:
+    """A balance of a user's own may have used the bias, too; one that is zero everywhere changes no choice."""
+    used = [name for name, bias in biases.items() if bias.count_nonzero()]
+    if used:
+        raise ConfigError(
+            "balance._target_",
+            cfg.balance._target_,
+            f"{used[0]} is added to what the router ranks, which no Hugging Face model of a supported family has",
+            expected="balance=aux_loss",
+            fix="balance=aux_loss in the run",
+        )
+
+
+def trained_fields(run: Path, sections: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that say how a run was trained: token ids, and the longest sequence.
+
+    Ids are those of the data. What the data does not know is taken from the folder that the run started from, if that
+    is one of Hugging Face and still there.
+    """
+    data, vocab_size = sections["data"], sections["model"]["vocab_size"]
+    try:
+        eos = read_json(run / "result.json", inside=run).get("eos_token")
+    except Unreadable:
+        eos = None
+    if not is_token(eos, vocab_size):
+        eos = data.get("eos_token")
+    ids, length = {"bos_token_id": None, "eos_token_id": eos}, data["seq_length"]
+    start = Path(load_resolved(run).get("initial_weights") or "/nowhere")
+    if (start / "config.json").is_file():
+        origin = ModelFolder(start).config
+        ids = {n: origin.get(n) if value is None else value for n, value in ids.items()}
+        before = origin.get("max_position_embeddings")
+        length = max(length, before) if isinstance(before, int) else length
+    known = {name: value if is_token(value, vocab_size) else None for name, value in ids.items()}
+    return {**known, "pad_token_id": None, "max_position_embeddings": length}
+
+
+def is_token(value: object, vocab_size: int) -> bool:
+    """Whether this is the id of a token, or a list of them."""
+    if isinstance(value, list):
+        return bool(value) and all(is_token(part, vocab_size) for part in value)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("direction", choices=["describe", "import", "export"])
-    parser.add_argument("source", type=Path)
+    parser = scripts.parser(__doc__, whole=True)
+    parser.add_argument("direction", choices=["describe", "import", "export", "fields"])
+    parser.add_argument("source", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the exported weights")
     typed = f"{trust.KEY}="
     arguments = parser.parse_args([word for word in sys.argv[1:] if not word.startswith(typed)])
-    if arguments.direction != "describe" and arguments.out is None:
+    if arguments.direction != "fields" and arguments.source is None:
+        parser.error(f"{arguments.direction} needs a folder to read")
+    if arguments.direction in ("import", "export") and arguments.out is None:
         parser.error(f"{arguments.direction} needs a folder to write")
     try:
-        if arguments.direction == "describe":
+        if arguments.direction == "fields":
+            fields()
+        elif arguments.direction == "describe":
             describe(arguments.source)
         elif arguments.direction == "import":
+            status.say("importing the weights")
             import_(arguments.source, arguments.out)
         else:
             trusted = trust.believed(sys.argv[1:])
             if trusted:
                 sys.path.append(os.getcwd())  # as for train.py: the user's package may lie here
-            export(arguments.source, arguments.out, dtype=arguments.dtype, trusted=trusted)
-    except ConfigError as error:
+            status.say("exporting the weights")
+            export(latest.run(arguments.source), arguments.out, dtype=arguments.dtype, trusted=trusted)
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main, shows_status=True)

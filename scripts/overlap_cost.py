@@ -6,11 +6,14 @@ Forward and backward of one MoE unit, the two arms in turn, order alternating; t
 overlapped / serial.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import shlex
 import statistics
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -20,7 +23,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from sidestream import build
+from sidestream import build, scripts
 from sidestream.config.schema import register
 from sidestream.data.batch import Batch
 from sidestream.launch.memory import keep_freed_memory
@@ -72,12 +75,13 @@ def rounds_of(work: UnitWork, *, rounds: int, warmup: int) -> dict[str, list[flo
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures to this file too")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as model.hidden_size=256")
     arguments = parser.parse_args(argv)
+    scripts.check_place(arguments.out)
     keep_freed_memory()
     torch.set_num_threads(1)
     register()
@@ -124,4 +128,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -4,32 +4,46 @@ python scripts/plot_load.py logs/train/runs/<run>                   writes exper
 python scripts/plot_load.py logs/train/runs/<run> --out load.png
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import sys
 from pathlib import Path
 
+from sidestream import scripts
+from sidestream.launch import status
+from sidestream.tracking import latest
 from sidestream.tracking.expert_load import FILE, write_picture
+from sidestream.tracking.untrusted import Unreadable
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="run folder")
+    parser = scripts.parser(__doc__)
+    parser.add_argument("folder", type=Path, help="run folder, or latest")
     parser.add_argument("--out", type=Path, help="picture to write; default expert_load.png in the folder")
     arguments = parser.parse_args(argv)
-    folder, out = arguments.folder, arguments.out
+    folder, out = latest.run(arguments.folder), arguments.out
     picture = None
     if (folder / FILE).exists():
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-        picture = write_picture(folder, out)
+        status.say("drawing")
+        try:
+            picture = write_picture(folder, out)
+        except Unreadable as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     if picture is None:
         print(
             f"error: folder={folder}: no expert load in it; expected a run with MoE layers", file=sys.stderr
         )
         return 2
+    status.end()
     print(picture)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main, shows_status=True)

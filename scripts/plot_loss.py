@@ -3,39 +3,48 @@
 python scripts/plot_loss.py logs/train/<run> [more run folders] --out docs/loss.png
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-from sidestream.tracking import names
-from sidestream.tracking.folder import RunFolder
+from sidestream import scripts
+from sidestream.launch import status
+from sidestream.tracking import latest, names
+from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
+from sidestream.tracking.folder import RunFolder, is_count, is_figure
+from sidestream.tracking.result import misfit
+from sidestream.tracking.untrusted import printable
 
 BASELINE_STYLES = {"bigram": (0, (6, 3)), "trigram": (0, (2, 2))}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder")
+    parser = scripts.parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="folder", help="run folder, or latest")
     parser.add_argument("--out", type=Path, required=True, help="picture to write, e.g. docs/loss.png")
     arguments = parser.parse_args(argv)
     try:
+        arguments.folders = [latest.run(folder) for folder in arguments.folders]
         runs = [read_run(folder) for folder in arguments.folders]
         check_same_data(arguments.folders, [result for _, result in runs])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    status.say("drawing")
     figure = draw(
         [records for records, _ in runs], [result for _, result in runs], labels(arguments.folders, runs)
     )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    scripts.check_place(arguments.out)
     figure.savefig(arguments.out, dpi=150)
+    status.end()
     print(arguments.out)
     return 0
 
@@ -47,9 +56,12 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         ValueError: the folder holds no run.
     """
     if not (folder / "metrics.jsonl").exists():
-        raise ValueError(f"folder={folder}: no metrics.jsonl in it; expected the folder of a run")
+        raise ValueError(f"folder={printable(folder)}: no metrics.jsonl in it; expected the folder of a run")
     run = RunFolder(folder)
-    return run.read_metrics(), run.read_result() or {}
+    result = run.read_result() or {}
+    if wrong := misfit(result):
+        raise ValueError(f"folder={printable(folder)}: result.json: {wrong}")
+    return run.read_metrics(), result
 
 
 def check_same_data(folders: list[Path], results: list[dict[str, Any]]) -> None:
@@ -61,7 +73,10 @@ def check_same_data(folders: list[Path], results: list[dict[str, Any]]) -> None:
     for folder, result in zip(folders, results):
         first, other = results[0].get("data_checksum"), result.get("data_checksum")
         if first != other:
-            raise ValueError(f"folder={folder}: trained on other data ({other}) than {folders[0]} ({first})")
+            raise ValueError(
+                f"folder={printable(folder)}: trained on other data ({printable(other)}) than "
+                f"{printable(folders[0])} ({printable(first)})"
+            )
 
 
 def labels(folders: list[Path], runs: list[tuple[Any, dict[str, Any]]]) -> list[str]:
@@ -71,17 +86,18 @@ def labels(folders: list[Path], runs: list[tuple[Any, dict[str, Any]]]) -> list[
     differing = [group for group in groups if len({choice.get(group) for choice in choices}) > 1]
     texts = [" ".join(f"{group}={choice.get(group)}" for group in differing) for choice in choices]
     if len(set(texts)) == len(texts) and all(texts):
-        return texts
-    return [folder.resolve().name for folder in folders]
+        return [printable(text) for text in texts]
+    return [printable(folder.resolve().name) for folder in folders]
 
 
-def draw(
-    runs: list[list[dict[str, Any]]], results: list[dict[str, Any]], run_labels: list[str]
-) -> plt.Figure:
+@plain_text
+def draw(runs: list[list[dict[str, Any]]], results: list[dict[str, Any]], run_labels: list[str]) -> Figure:
     """Draws train and validation loss of each run in one colour, and the baselines of the first."""
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    figure = new_figure(8, 4.8)
+    axes = figure.subplots()
     for index, (records, label) in enumerate(zip(runs, run_labels)):
-        color = f"C{index}"
+        drawn = look(index)
+        color = drawn["color"]
         prefix = f"{label}, " if len(runs) > 1 else ""
         tokens, loss = series(records, names.TRAIN_LOSS)
         axes.plot(tokens, loss, color=color, alpha=0.45, linewidth=1.2, label=f"{prefix}train")
@@ -92,7 +108,8 @@ def draw(
             loss,
             color=color,
             linewidth=2,
-            marker="o",
+            linestyle=drawn["linestyle"],
+            marker=drawn["marker"],
             markersize=4,
             label=f"{prefix}validation{last}",
         )
@@ -101,11 +118,11 @@ def draw(
         if value is not None:
             style = BASELINE_STYLES.get(name, "--")
             axes.axhline(
-                value, color="0.35", linestyle=style, linewidth=1.2, label=f"{name} counts ({value:.3f})"
+                value, color=NEUTRAL, linestyle=style, linewidth=1.2, label=f"{name} counts ({value:.3f})"
             )
     axes.set_xlabel("training tokens")
     axes.set_ylabel("loss [nats/byte]")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlim(left=0)
     axes.grid(True, color="0.9")
     axes.set_axisbelow(True)
@@ -116,9 +133,13 @@ def draw(
 
 def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Returns (tokens, values) of the records that have a value of this name."""
-    points = [(r[names.TOKENS], r[name]) for r in records if r.get(name) is not None]
+    points = [
+        (r[names.TOKENS], r[name])
+        for r in records
+        if is_count(r.get(names.TOKENS)) and is_figure(r.get(name))
+    ]
     return [tokens for tokens, _ in points], [value for _, value in points]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main, shows_status=True)

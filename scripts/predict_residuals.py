@@ -6,10 +6,13 @@ python scripts/predict_residuals.py --write    and writes src/sidestream/predict
 Afterwards `make readme` writes the tables into docs/predictor.md.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import copy
 import json
-import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +23,7 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream import scripts
 from sidestream.launch import entry
 from sidestream.predict import measured, residuals
 from sidestream.predict.cluster import Cluster
@@ -36,7 +40,7 @@ CPU_LAYERS, OVERLAP = RESULTS / "bench_layer_cpu.json", RESULTS / "overlap_matri
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="also write what predict.py quotes")
     options = parser.parse_args(argv)
     found = everything()
@@ -149,4 +153,4 @@ def load(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -6,7 +6,11 @@ python scripts/render_readme.py --overlap <sweep>              the same for a sw
 python scripts/render_readme.py --quality <sweep> <sweep>      the same for the sweeps of experiment=scmoe_quality
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import contextlib
 import hashlib
 import io
@@ -24,10 +28,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from plot_loss import main as plot_loss
 
+from sidestream import scripts
 from sidestream.compare import quality
+from sidestream.config import resume_page
 from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
+from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.markdown import notes
 from sidestream.tracking.markdown import table as markdown_table
@@ -74,11 +81,14 @@ PREDICTOR_BEGIN = "<!-- predictor begin: written by `make readme` -->"
 PREDICTOR_END = "<!-- predictor end -->"
 RECIPES_BEGIN = "<!-- predictor_recipes begin: written by `make readme` -->"
 RECIPES_END = "<!-- predictor_recipes end -->"
+RESUME = REPOSITORY / "docs" / "resume.md"
+RESUME_BEGIN = "<!-- resume_contract begin: written by `make readme` -->"
+RESUME_END = "<!-- resume_contract end -->"
 DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="take the files of this finished run first"
     )
@@ -89,11 +99,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.quality is not None:
-            take_quality(arguments.quality)
+            take_quality([latest.sweep(folder) for folder in arguments.quality])
         if arguments.run is not None:
-            take(arguments.run)
+            take(latest.run(arguments.run))
         if arguments.overlap is not None:
-            take_overlap(arguments.overlap)
+            take_overlap(latest.sweep(arguments.overlap))
         write_text_atomic(README, render(README.read_text(encoding="utf-8")))
         write_text_atomic(BENCHMARK, render_benchmark(BENCHMARK.read_text(encoding="utf-8")))
         write_text_atomic(OVERLAP, render_overlap(OVERLAP.read_text(encoding="utf-8")))
@@ -102,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         write_text_atomic(FUSION, render_fusion(FUSION.read_text(encoding="utf-8")))
         write_text_atomic(GRAPH, render_graph(GRAPH.read_text(encoding="utf-8")))
         write_text_atomic(PREDICTOR, render_predictor(PREDICTOR.read_text(encoding="utf-8")))
+        write_text_atomic(RESUME, render_resume(RESUME.read_text(encoding="utf-8")))
         page = DISPATCH.read_text(encoding="utf-8")
         if (rendered := render_dispatch(page)) != page:
             write_text_atomic(DISPATCH, rendered)
@@ -221,6 +232,11 @@ def render_predictor(page: str) -> str:
     tables = "\n".join(predictor_page.markdown())
     page = _between(PREDICTOR.name, page, PREDICTOR_BEGIN, PREDICTOR_END, tables)
     return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, "\n".join(predictor_page.recipes()))
+
+
+def render_resume(page: str) -> str:
+    """Returns docs/resume.md with the tables of the contract replaced; see `render`."""
+    return _between(RESUME.name, page, RESUME_BEGIN, RESUME_END, resume_page.markdown())
 
 
 def render_graph(page: str) -> str:
@@ -355,4 +371,4 @@ def drawn_digest(picture: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

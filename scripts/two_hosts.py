@@ -1,13 +1,21 @@
-"""Runs a command on two emulated hosts with a slow wire between them. Needs root. A check of link=throttled.
+"""Runs a command on two emulated hosts with a slow wire between them. Needs root.
 
-    python scripts/two_hosts.py --gbps 2 -- python scripts/measure_overlap.py overlap=shortcut measure.compute=sleep
+A check of link=throttled.
+
+    python scripts/two_hosts.py --gbps 2 -- python scripts/measure_overlap.py overlap=shortcut
     python scripts/two_hosts.py --gbps 1 -- python train.py trainer.max_steps=20
 
-Makes two network namespaces joined by a veth pair whose both ends are limited by `tc tbf`, runs one rank in each under
-torchrun, on a core of its own, and takes everything away again, also after an error or Ctrl-C. The limit is on all
-traffic between the two, gradients too, and adds no latency: tbf cannot, and netem is not asked for. gloo at times sends
-the two directions of an exchange one after another; it then takes twice as long as on the link of link=throttled.
+Makes two network namespaces joined by a veth pair whose both ends are limited by `tc tbf`, runs
+one rank in each under torchrun, on a core of its own, and takes everything away again, also after
+an error or Ctrl-C. The limit is on all traffic between the two, gradients too, and adds no
+latency: tbf cannot, and netem is not asked for. gloo at times sends the two directions of an
+exchange one after another; it then takes twice as long as on the link of link=throttled.
 """
+
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import argparse
 import contextlib
@@ -19,6 +27,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from sidestream import scripts
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")  # seen inside the namespaces only
 PORT = 29511
@@ -37,9 +47,7 @@ class Refused(Exception):
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = scripts.parser(__doc__, whole=True, allow_abbrev=False)
     parser.add_argument("--gbps", type=float, default=1.0, help="rate of the wire, each way (default 1)")
     parser.add_argument(
         "--latency-us",
@@ -222,4 +230,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.convert.initial import load_before_sharding
+from sidestream.convert.start import check_weights
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.fusion.base import fused_of
 from sidestream.fusion.grouped import GroupedExperts
@@ -22,6 +24,8 @@ from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel
 from sidestream.parallel.reduction import Reduction, is_expert
 from sidestream.routing.capacity import expert_capacity
+
+log = logging.getLogger(__name__)
 
 # trainer.precision -> dtype of the parameters, dtype of autocast
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -114,6 +118,12 @@ def model_builder(
     dispatcher, fusion = make_movers(cfg, exact=exact)
     schedule, link = make(cfg, "overlap"), make(cfg, "link")
 
+    folder = initial_weights(cfg)
+    if folder is not None:
+        # Again, because only now the data has said how many tokens there are.
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        if line := check_weights(plain, folder, vocab_size=vocab_size):
+            log.warning("initial_weights: %s", line)
     padding = padding_rows(cfg, num_sequences * cfg.data.seq_length) if num_sequences else 0
 
     def build(parallel: Parallel) -> MoETransformer:
@@ -132,7 +142,7 @@ def model_builder(
             compute_dtype=compute_dtype,
             max_tokens=tokens_per_plan(schedule, num_sequences, cfg.data.seq_length, padding),
         )
-        if (folder := initial_weights(cfg)) is not None:
+        if folder is not None:
             load_before_sharding(model, folder)
         return model
 

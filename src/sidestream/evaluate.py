@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
+from sidestream.launch import phase
 from sidestream.launch.worker import RankEnv
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.checkpoint_reader import load_meta
@@ -33,6 +35,7 @@ def evaluate(
     checkpoint: Path,
     prompt: str | None = None,
     num_tokens: int = 200,
+    validate: bool = True,
 ) -> dict[str, Any]:
     """Load a checkpoint on one rank and measure it.
 
@@ -43,27 +46,35 @@ def evaluate(
         checkpoint: A checkpoint folder.
         prompt: What is continued, taken as it is; None: the data's example.
         num_tokens: Tokens that are generated.
+        validate: Compute the validation loss, which takes longest.
 
     Returns:
-        `val_loss` in nats per `unit` (byte or token), over the same sequences as in training; `prompt` and `sample`,
-        the generated text after it.
+        `val_loss` in nats per `unit` (byte or token), over the same sequences as in training, None where it was not
+        asked for; `prompt` and `sample`, the generated text after it.
     """
     device = torch.device("cuda", 0) if layout.device_type == "cuda" else torch.device("cpu")
     timeout = timedelta(seconds=cfg.strategy.timeout_seconds)
     owns_world = join_world(env, device, timeout=timeout)
     try:
+        phase.enter(phase.READING)
         source: DataSource = build.make(cfg, "data")
         text = source.example_prompt if prompt is None else prompt
         corpus = source.load()
-        check_corpus(corpus, checkpoint)
+        _read(lambda: check_corpus(corpus, checkpoint), checkpoint)
+        phase.enter(phase.BUILDING)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
         build_model = build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device, exact=True)
         model = build_model(parallel)
-        load_weights(model, checkpoint)
+        phase.enter(phase.LOADING)
+        _read(lambda: load_weights(model, checkpoint), checkpoint)
         model.eval()
         autocast = build.PRECISIONS[cfg.trainer.precision][1] is not None
         with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            loss = validation_loss(model, cfg, corpus, device, micro_batch_size=layout.micro_batch_size)
+            loss = None
+            if validate:
+                phase.enter(phase.VALIDATING)
+                loss = validation_loss(model, cfg, corpus, device, micro_batch_size=layout.micro_batch_size)
+            phase.enter(phase.SAMPLING)
             # A model needs something to continue: at least the end of another document.
             begin = source.encode(text) or [corpus.eos_token or 0]
             tokens = generate(
@@ -79,6 +90,18 @@ def evaluate(
         if owns_world:
             leave_world()
     return {"val_loss": loss, "unit": corpus.unit, "prompt": text, "sample": source.decode(tokens)}
+
+
+def _read(read: Callable[[], None], checkpoint: Path) -> None:
+    try:
+        read()
+    except ConfigError:
+        raise
+    except ValueError as error:  # damaged, or of another model
+        expected = "a whole checkpoint of this run"
+        raise ConfigError(
+            "checkpoint", checkpoint, str(error), expected=expected, fix="name another one"
+        ) from error
 
 
 def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
@@ -116,7 +139,8 @@ def validation_loss(
         packing=cfg.data.get("packing", "concat"),
     )
     nll, tokens = 0.0, 0
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        phase.beat(f"validating batch {number} of {len(batches)}")
         for micro_batch in batch.to(device).split(micro_batch_size):
             nll += float(model.loss_sums(micro_batch).nll)
         tokens += int(batch.num_targets())
@@ -137,7 +161,8 @@ def generate(
     They follow `prompt` `[1, S]` int64; the model sees the last `context` tokens.
     """
     tokens = prompt
-    for _ in range(num_tokens):
+    for number in range(num_tokens):
+        phase.beat(f"writing token {number + 1} of {num_tokens}")
         logits = model(tokens[:, -context:])[:, -1, :vocab_size].float() / TEMPERATURE
         chosen = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, chosen], dim=1)

@@ -23,7 +23,6 @@ from omegaconf import DictConfig
 
 from sidestream import build
 from sidestream.config.compatibility import Layout
-from sidestream.config.errors import ConfigError
 from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
@@ -34,12 +33,12 @@ from sidestream.graph.findings import legend
 from sidestream.launch import phase, stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
-from sidestream.lightning.checkpoint import SaveCheckpoints, checkpoints
+from sidestream.lightning.checkpoint import SaveCheckpoints
 from sidestream.lightning.environment import RankEnvironment
-from sidestream.lightning.loggers import build_loggers, finish_loggers, mirror_picture
+from sidestream.lightning.loggers import ClosingWandbLogger, build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
 from sidestream.lightning.overlap_report import ReportOverlap
-from sidestream.lightning.private import own_signals
+from sidestream.lightning.private import finish_after_fit, own_signals
 from sidestream.lightning.progress import RichProgress
 from sidestream.lightning.recorder import Recorder, Sizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
@@ -48,6 +47,7 @@ from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
+from sidestream.tracking.integrity import resumed
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
 from sidestream.tracking.result import Baselines, Graph, Metrics, Overflow, Overlap, RunResult
@@ -90,11 +90,13 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     failed = True
     try:
         result = _fit(cfg, layout, env, run_folder, corpus, start, loggers, progress, reporting)
-        if env.rank == 0:
+        if env.rank == 0 and result.status == "finished":  # who asked to stop waits; a resume draws them
             _draw_load(run_folder, loggers, result)
             _draw_overlap(run_folder, loggers, result, reporting)
         failed = False
     finally:
+        if any(isinstance(logger, ClosingWandbLogger) for logger in loggers):
+            phase.enter(phase.UPLOADING)
         finish_loggers(loggers, int(failed))
     if env.rank == 0:
         run_folder.write_result(result.as_dict())
@@ -162,12 +164,15 @@ def _fit(
                 "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
             )
     trainer = _trainer(cfg, layout, env, strategy, loggers, [progress, reporting], run_folder.path)
+    finish_after_fit(trainer, module.finish)
     validation = None
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches
         validation = val_loader(corpus, num_batches=limit, **common, **ranks)
     try:
-        trainer.fit(module, batches, validation, ckpt_path=_resume_from(cfg))
+        trainer.fit(
+            module, batches, validation, ckpt_path=None if cfg.resume is None else resumed(cfg.resume)
+        )
     except LintFinished as done:
         if env.rank == 0:
             told = [*done.lines, *legend(done.lines)] or ["clean: a graph can repeat this step"]
@@ -266,21 +271,6 @@ def _device(layout: Layout, env: RankEnv) -> torch.device:
     return torch.device("cpu")
 
 
-def _resume_from(cfg: DictConfig) -> Path | None:
-    if cfg.resume is None:
-        return None
-    found = checkpoints(Path(cfg.resume))
-    if not found:
-        raise ConfigError(
-            "resume",
-            cfg.resume,
-            "no complete checkpoint in it",
-            expected="a folder with checkpoints/step-*",
-            fix="resume=null to start anew",
-        )
-    return found[-1]
-
-
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
     top_k = build.make(cfg, "router").top_k  # a user's own router may fix it
@@ -310,6 +300,7 @@ def _start_result(
         seed=cfg.seed,
         precision=cfg.trainer.precision,
         data_checksum=corpus.checksum,
+        eos_token=corpus.eos_token,
         data=corpus.record,
         params_total=counts.params_total,
         params_active=counts.params_active,
@@ -336,6 +327,7 @@ def _end_result(
         tokens=summary.tokens,
         tokens_per_second=summary.tokens_per_second,
         step_ms=summary.step_ms,
+        waited_share=summary.waited_share,
         mfu=summary.mfu,
         peak_tflops=summary.peak_tflops,
         peak_source=peak.source,

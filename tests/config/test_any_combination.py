@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import check
+from sidestream.config.hints import unknown_key
 from sidestream.config.hydra_errors import explain, is_of_user
-from sidestream.config.keys import unknown_key
 from sidestream.config.schema import known_keys
 from sidestream.launch import entry
 from tests.config.draws import CONF, GROUPS, Draw, Key, draws, keys_of, kinds, required, values_of

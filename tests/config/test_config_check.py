@@ -165,7 +165,11 @@ def test_auto_is_the_largest_group_that_fits(
             "trainer.peak_tflops=auto",
         ),
         (["trainer.peak_tflops=0"], "trainer.peak_tflops=0: out of range; expected a value > 0", "=auto"),
-        (["trainer.precision=16"], "trainer.precision=16: not a choice; expected one of 32-true", "=32-true"),
+        (
+            ["trainer.precision=16"],
+            "trainer.precision=16: not a choice; expected one of 32-true",
+            "=bf16-mixed",
+        ),
         (["model.num_layers=[1"], "model.num_layers=[1:", ""),
         (["data.cache_dir=${nope}"], "data.cache_dir=${nope}: Interpolation key 'nope' not found", ""),
         # the model

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from sidestream import build
 from sidestream.config.errors import ConfigError
-from sidestream.convert.families import config_json, model_options
+from sidestream.convert.families import model_options
+from sidestream.convert.target import config_json
 from sidestream.lightning.checkpoint import checkpoints
 from sidestream.parallel.reduction import local
 from tests.core.build_tiny import parallel_for
@@ -207,21 +208,14 @@ def test_models_we_do_not_compute_are_refused(change: dict[str, Any], message: s
         model_options({**config, **change})
 
 
-def test_another_shape_is_refused_naming_the_tensor(tmp_path: Path) -> None:
+def test_another_shape_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
     write_random("qwen3", tmp_path)
     cfg = config_for(tmp_path, "model.expert_hidden_size=64")
-    with pytest.raises(AssertionError, match=r"experts\.0\.gate_proj\.weight is \(32, 64\)"):
-        ranks(1).run(our_logits, cfg=cfg, ep=1)
+    with pytest.raises(ConfigError, match=r"model\.expert_hidden_size=64: .* are of a model with 32"):
+        build.model_builder(cfg, vocab_size=256, device=torch.device("cpu"))
 
 
 def test_a_model_no_family_computes_is_refused_at_export() -> None:
-    model = {
-        "qk_norm": "none",
-        "moe_layers": 1,
-        "num_shared_experts": 1,
-        "hidden_size": 64,
-        "num_heads": 4,
-    }
-    router = {"top_k": 2, "normalize": "auto", "_target_": "sidestream.routing.router.SoftmaxRouter"}
+    cfg, _ = compose_run(["model.moe_layers=1"], world=1)
     with pytest.raises(ConfigError, match=r"model\.num_shared_experts=1"):
-        config_json(model, router, dtype="float32")
+        config_json(cfg["model"], cfg["router"], dtype="float32")

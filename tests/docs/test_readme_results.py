@@ -52,6 +52,11 @@ def test_the_quality_table_is_the_one_of_the_committed_study():
     assert "**Not shown.**" in page
 
 
+def test_the_tables_of_a_resume_are_those_of_the_contract():
+    page = text(render_readme.RESUME)
+    assert render_readme.render_resume(page) == page, "run `make readme`"
+
+
 def test_the_fusion_tables_are_those_of_the_committed_measurements():
     page = text(render_readme.FUSION)
     assert render_readme.render_fusion(page) == page, "run `make readme`"

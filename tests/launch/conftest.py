@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fake_checkpoint import EMPTY
+
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30
 
@@ -57,12 +59,15 @@ def train(cfg, *, layout, folder, env):
     status = "interrupted" if behaviour == "waits" else "finished"
     result = {"status": status, "metrics": {"val_loss": 1.0 + cfg.seed}}
     if env.rank == 0:
-        (folder / "checkpoints" / "step-3").mkdir(parents=True, exist_ok=True)
+        checkpoint = folder / "checkpoints" / "step-3"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / ".metadata").write_bytes(bytes.fromhex("METADATA"))
+        (checkpoint / "meta.pt").write_bytes(b"meta")
         (folder / "result.json").write_text(json.dumps(result))
     return result
 """, module.__dict__)
 sys.modules["sidestream.run"] = module
-'''
+'''.replace("METADATA", EMPTY.hex())
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,24 @@ from omegaconf import OmegaConf
 from hydra_plugins.sidestream_launcher.ranks_launcher import _job_return
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import arguments, entry, failures, resume, stopping, supervisor, torchrun, worker
+from sidestream.launch import (
+    arguments,
+    entry,
+    failures,
+    phase,
+    processes,
+    resume,
+    stopping,
+    supervisor,
+    torchrun,
+    worker,
+)
 from sidestream.launch.failures import Failure
 from sidestream.launch.processes import Signals
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.sweep import Job
+from tests.fake_checkpoint import make_checkpoint
 
 LAYOUT = Layout(2, 2, 2, 1, 4, 1, "cpu")
 
@@ -26,7 +39,7 @@ def make_run(folder: Path, *overrides: str, flags: tuple[str, ...] = (), checkpo
     (folder / ".hydra").mkdir(parents=True)
     Launch("python train.py", list(overrides), list(flags), {"model": "tiny"}, LAYOUT).save(folder)
     if checkpoint:
-        (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+        make_checkpoint(folder / "checkpoints" / "step-00000001")
     return folder
 
 
@@ -44,7 +57,8 @@ def test_resume_keeps_saved_overrides_and_lets_the_users_win(tmp_path: Path):
 
 def test_resume_finds_the_users_own_options_again(tmp_path: Path):
     run = make_run(tmp_path / "run", "router=mine", flags=("--config-dir", "/my conf"))
-    assert resume.rewrite([f"resume={run}"])[:3] == ["--config-dir", "/my conf", "router=mine"]
+    with pytest.raises(ConfigError, match="run with --config-dir '/my conf' if you trust it"):
+        resume.rewrite([f"resume={run}"])
     other = resume.rewrite(["-cd", "/other", f"resume={run}"])
     assert other[:3] == ["-cd", "/other", "router=mine"]
 
@@ -112,7 +126,8 @@ def test_resume_says_when_more_steps_change_the_learning_rate(tmp_path: Path, sc
 def test_a_run_that_has_all_its_steps_is_not_started_again(tmp_path: Path):
     """Nothing would be trained, and result.json would lose what the run reached."""
     run = make_run(tmp_path / "run")
-    (run / "checkpoints" / "step-00000005").mkdir()
+    make_checkpoint(run / "checkpoints" / "step-00000005")
+    (run / "result.json").write_text('{"status": "finished"}')
     config = {"trainer": {"max_steps": 5}, "scheduler": {"_target_": "x.Constant"}}
     OmegaConf.save(OmegaConf.create(config), run / RESOLVED)
     with pytest.raises(ConfigError, match=r"^trainer\.max_steps=5: the run has 5 steps already"):
@@ -202,16 +217,59 @@ def test_config_errors_of_a_rank_exit_with_2_and_one_line(tmp_path: Path, capsys
     assert capsys.readouterr().err == "error: a.b=1: wrong; expected 2; set a.b=2\n"
 
 
-def test_the_first_request_to_stop_only_sets_a_flag():
-    previous = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    try:
-        stopping.install()
-        assert stopping.requested() is None
-        signal.raise_signal(signal.SIGINT)
-        assert stopping.requested() == signal.SIGINT
-    finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous):
-            signal.signal(number, handler)
+@pytest.fixture
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, processes.AT_ONCE)
+    previous = [signal.getsignal(number) for number in numbers]
+    monkeypatch.setattr(stopping, "_received", None)
+    yield
+    phase.enter(phase.STARTING)
+    for number, handler in zip(numbers, previous):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", [phase.TRAINING, phase.VALIDATING, phase.SAVING, phase.FINISHING])
+def test_requests_to_stop_only_set_a_flag_however_many_come(own_handlers: None, name: str):
+    phase.enter(name)
+    stopping.install()
+    assert stopping.requested() is None
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+    assert stopping.requested() == signal.SIGINT
+
+
+@pytest.mark.parametrize("name", phase.BEFORE_TRAINING)
+def test_before_the_first_step_a_request_ends_at_once(own_handlers: None, name: str):
+    phase.enter(name)
+    stopping.install()
+    with pytest.raises(stopping.Stop):
+        signal.raise_signal(signal.SIGTERM)
+    assert stopping.requested() == signal.SIGTERM
+    signal.raise_signal(signal.SIGTERM)  # while it ends
+
+
+@pytest.mark.parametrize(
+    ("child", "times", "received"),
+    [
+        (False, [0.0, 0.0], 1),  # a process group's, and the same one passed on
+        (False, [0.0, 0.9], 1),
+        (False, [0.0, 1.5], 2),
+        (True, [0.0, 1.5, 9.0], 1),  # its parent has its own way to say: at once
+    ],
+)
+def test_signals_that_come_together_are_one_request(
+    own_handlers: None, monkeypatch: pytest.MonkeyPatch, child: bool, times: list[float], received: int
+):
+    monkeypatch.setattr(processes, "_is_child", child)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    with processes.Signals() as signals:
+        for clock.now in times:
+            signal.raise_signal(signal.SIGTERM)
+        assert len(signals.received) == received
+        signal.raise_signal(processes.AT_ONCE)
+        assert len(signals.received) == 2
+        assert signals.received[0] == signal.SIGTERM
 
 
 def test_i1_a_failed_job_carries_an_exit_code_and_a_finished_one_its_loss(tmp_path: Path):

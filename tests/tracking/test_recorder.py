@@ -69,6 +69,17 @@ def test_the_time_of_the_slowest_rank_is_that_of_the_step_before(tmp_path, clock
     assert first["perf/step_ms_slowest"] == second["perf/step_ms_slowest"] == 3000
 
 
+@pytest.mark.parametrize(("known", "share"), [(True, 0.25), (False, None)])
+def test_the_share_of_time_that_ranks_waited_for_a_core(tmp_path, clock, monkeypatch, known, share):
+    """A second of work takes a third more where another program has the core: it is not the run's own speed."""
+    monkeypatch.setattr(
+        module, "waiting_reader", lambda: lambda: 0.25 * clock.now if known else None
+    )  # a quarter of the time
+    recorder = make(tmp_path)
+    run(recorder, clock, [1.0] * 8, other_rank=2.0)
+    assert recorder.summary().waited_share == (None if share is None else pytest.approx(share))
+
+
 def test_no_mfu_where_the_peak_of_a_device_is_unknown(tmp_path, clock):
     recorder = make(tmp_path)
     run(recorder, clock, [1.0] * 4, other_peak=0.0)

@@ -73,13 +73,16 @@ class RanksLauncher(Launcher):
             ConfigError: no job can run, torchrun started this process, another process runs a sweep in this
                 folder, or there are fewer cores than jobs at once.
         """
-        from sidestream.launch import pool, sweeps
+        from sidestream.launch import pool, status, sweeps
         from sidestream.launch.processes import Signals
         from sidestream.tracking import sweep
 
         self._refuse_world()
         cores = pool.shares(self.max_concurrent)
-        pairs = [self._job(list(overrides), initial_job_idx + n) for n, overrides in enumerate(job_overrides)]
+        pairs = []
+        for n, overrides in enumerate(job_overrides):
+            status.say(f"composing job {n + 1} of {len(job_overrides)}")
+            pairs.append(self._job(list(overrides), initial_job_idx + n))
         jobs = [job for job, _ in pairs]
         self.jobs += jobs
         common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
@@ -87,7 +90,8 @@ class RanksLauncher(Launcher):
             job.label = " ".join(part for part in job.overrides if part not in common)
         if sweeps.again:
             sweeps.find_earlier(jobs)
-        print(f"{len(jobs)} jobs in {_short(self.folder)}", flush=True)
+        status.line(f"{len(jobs)} jobs in {_short(self.folder)}")
+        status.say("checking the jobs")
         refusals = [error for job, config in pairs if job.code is None and (error := _refusal(job, config))]
         sweep.write_table(self.folder, self.jobs)
         if len(refusals) == len(jobs):
@@ -95,20 +99,26 @@ class RanksLauncher(Launcher):
 
         def started(job: "Job") -> None:
             how = "goes on" if job.from_checkpoint else "starts"
-            print(f"#{job.number:<3} {how:11} {_short(job.folder)}/stdout.log", flush=True)
+            status.line(f"#{job.number:<3} {how:11} {_short(job.folder)}/stdout.log")
 
         def ended(job: "Job") -> None:
-            print(job.line(), flush=True)
+            status.line(job.line())
             sweep.write_table(self.folder, self.jobs)
+
+        def doing() -> str:
+            running = ", ".join(f"#{job.number}" for job in jobs if job.running)
+            return f"{sum(job.code is not None for job in jobs)} of {len(jobs)} jobs done; {running} running"
 
         waiting = [job for job in jobs if job.state == "not started"]
         for job in jobs:
             if job not in waiting:  # skipped, or done before
-                print(job.line(), flush=True)
+                status.line(job.line())
+        status.follow(doing)
         with Signals() as signals:
             pool.run(
                 waiting, command=self._command, cores=cores, signals=signals, started=started, ended=ended
             )
+        status.end()
         _summarise(jobs)
         sweep.after_sweep(self.folder, self.jobs)
         stopped = 128 + signals.received[0] if signals.received else 1
@@ -118,6 +128,7 @@ class RanksLauncher(Launcher):
         from sidestream.config.errors import ConfigError
         from sidestream.launch import sweeps, torchrun
 
+        torchrun.refuse_tasks(sys.argv[1:])
         if torchrun.active():
             why = "a sweep starts the ranks of each job itself"
             raise ConfigError("-m", "", why, expected="no torchrun", fix="run without torchrun")
@@ -139,9 +150,10 @@ class RanksLauncher(Launcher):
 
     def _command(self, job: "Job") -> list[str]:
         """Makes the folder of a job ready and returns the command line that runs it there."""
-        from sidestream.launch import arguments, sweeps
+        from sidestream.launch import arguments, resume, sweeps
+        from sidestream.tracking import lock
 
-        if sweeps.again and not job.from_checkpoint:
+        if sweeps.again and not job.from_checkpoint and not lock.owner_of(job.folder):
             sweeps.set_aside(job.folder)
         hydra = [part for part in self.config.hydra.overrides.hydra if not part.startswith(_OF_THE_SWEEP)]
         key = "resume" if job.from_checkpoint else "hydra.run.dir"
@@ -153,6 +165,7 @@ class RanksLauncher(Launcher):
             *hydra,
             "hydra.mode=RUN",
             f"{key}={arguments.quoted(job.folder)}",
+            *([f"{resume.STRICT}=true"] if resume.strict and job.from_checkpoint else []),
         ]
 
 
@@ -161,8 +174,12 @@ def _refusal(job: "Job", config: DictConfig) -> "ConfigError | None":
     from sidestream.config.compatibility import check
     from sidestream.config.errors import ConfigError
     from sidestream.launch import entry, sweeps
+    from sidestream.tracking import lock
 
     try:
+        if sweeps.again and (owner := lock.owner_of(job.folder)):
+            why, fix = f"another process trains in this folder: {owner}", "wait for its end, or stop it"
+            raise ConfigError("resume", job.folder, why, expected="a run that has ended", fix=fix)
         cfg = entry.of_the_task(config, folder=job.folder)
         layout = check(cfg)
         if sweeps.again:

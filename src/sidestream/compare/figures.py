@@ -11,6 +11,7 @@ from sidestream.compare.arms import Arm, Comparison
 from sidestream.compare.paired import Interval, median, paired, quartiles
 from sidestream.compare.runs import Run
 from sidestream.tracking import names
+from sidestream.tracking.folder import is_count, is_figure
 
 # As `sidestream.lightning.recorder.WARMUP_STEPS`, which cannot be read without torch; a test compares them.
 WARMUP_STEPS = 5
@@ -58,12 +59,17 @@ def equal_tokens(comparison: Comparison, metric: str) -> int | None:
 
 def series(run: Run, metric: str) -> dict[int, float]:
     """Tokens -> value, where the metric was recorded."""
-    return {r[names.TOKENS]: r[metric] for r in run.metrics if r.get(metric) is not None}
+    return {
+        r[names.TOKENS]: r[metric]
+        for r in run.metrics
+        if r.get(metric) is not None and is_count(r.get(names.TOKENS))
+    }
 
 
 def steady(run: Run, metric: str) -> list[float]:
     """The records of a metric that hold no step of the warm-up: allocations and kernel look-ups are not speed."""
-    every = run.config.get("trainer.log_every_n_steps") or 1
+    stated = run.config.get("trainer.log_every_n_steps")
+    every = stated if is_count(stated) and stated else 1
     return [
         r[metric] for r in run.metrics if r.get(metric) is not None and r[names.STEP] - every >= WARMUP_STEPS
     ]
@@ -92,7 +98,8 @@ def _figures(comparison: Comparison, arm: Arm, equal: Mapping[str, int | None]) 
         flat.setdefault(key, arm.values.get(key))
     for key in ("transport", "link", "device", "world_size", "expert_parallel_size", "precision", "commit"):
         flat[key] = first.result.get(key)
-    flat["link_gbps"] = first.config.get("link.gbps")
+    gbps = first.config.get("link.gbps")
+    flat["link_gbps"] = gbps if is_figure(gbps) else None
     flat["changes_model"] = arm.changes_model
     flat["seeds"] = " ".join(str(run.seed) for run in arm.runs)
     flat["tokens"] = first.part("metrics").get("tokens")

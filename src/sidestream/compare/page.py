@@ -13,8 +13,10 @@ from sidestream.compare.figures import Figures
 from sidestream.compare.page_parts import SCRIPT, STYLE
 from sidestream.compare.runs import Run
 from sidestream.compare.table import Column, all_remarks, columns, facts, number
+from sidestream.tracking.untrusted import Unreadable, read_bytes
 
 WIDE, NARROW = (1150, 360), (330, 260)  # px of the loss chart
+LARGEST_PICTURE = 16 << 20  # bytes
 HALF = 540  # px of a chart beside another one
 # Scripts and styles of the page itself, pictures inside it, and nothing from anywhere else.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -182,8 +184,12 @@ def _timeline(comparison: Comparison, arm: Arm) -> str:
     run = next((run for run in (*arm.runs, arm.illustration) if run is not None and run.picture), None)
     if run is None or run.picture is None:
         return ""
+    try:
+        content = read_bytes(run.picture, inside=run.picture.parent, limit=LARGEST_PICTURE)
+    except Unreadable:
+        return ""
     kind = "image/svg+xml" if run.picture.suffix == ".svg" else "image/png"
-    return _figure(comparison, arm, run.picture.read_bytes(), kind, _told(arm, run), "Timeline of")
+    return _figure(comparison, arm, content, kind, _told(arm, run), "Timeline of")
 
 
 def _told(arm: Arm, run: Run) -> str:

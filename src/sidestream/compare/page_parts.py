@@ -1,19 +1,29 @@
 """Style and script of compare.html. No network: the page forbids it to itself."""
 
-STYLE = """
+from sidestream.tracking.drawing import COLORS, DASHES, NEUTRAL, NEUTRAL_ON_DARK, ON_DARK
+
+
+def _variables(colors: tuple[str, ...]) -> str:
+    return " ".join(f"--arm-{n}: {color};" for n, color in enumerate(colors))
+
+
+def _dashes(n: int) -> str:
+    dashes = DASHES[n]
+    return "none" if dashes == "-" else " ".join(f"{2 * part:g}" for part in dashes[1])
+
+
+_STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #f6f7f9; --card: #ffffff; --ink: #16191d; --soft: #59616b; --rule: #dfe3e8; --mark: #eef3fb;
   --hot: #0b5cad;
-  --arm-0: #6b7280; --arm-1: #0072b2; --arm-2: #d55e00; --arm-3: #009e73; --arm-4: #b0529a; --arm-5: #c28a00;
-  --arm-6: #3a9bd9; --arm-7: #8c564b;
+  {light}
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #14171b; --card: #1c2026; --ink: #e8eaed; --soft: #a1a9b3; --rule: #333a43; --mark: #222b38;
     --hot: #7db8f2;
-    --arm-0: #9aa3af; --arm-1: #4aa8e0; --arm-2: #f08a4b; --arm-3: #3cc39a; --arm-4: #d98cc6; --arm-5: #e5b73b;
-    --arm-6: #8cc8f0; --arm-7: #c49a8f;
+    {dark}
   }
 }
 * { box-sizing: border-box; }
@@ -117,7 +127,14 @@ svg .interval { stroke: currentColor; stroke-width: 2.5; stroke-linecap: round; 
   thead th:first-child { position: sticky; left: 0; background: var(--card); }
 }
 @media print { section { break-inside: avoid; } }
-""" + "\n".join(f".arm-{n} {{ color: var(--arm-{n}); border-color: var(--arm-{n}); }}" for n in range(8))
+"""
+STYLE = (
+    _STYLE.replace("{light}", _variables((NEUTRAL, *COLORS))).replace(
+        "{dark}", _variables((NEUTRAL_ON_DARK, *ON_DARK))
+    )
+    + "\n".join(f".arm-{n} {{ color: var(--arm-{n}); border-color: var(--arm-{n}); }}" for n in range(8))
+    + "\n".join(f"svg .line.arm-{n + 1} {{ stroke-dasharray: {_dashes(n)}; }}" for n in range(7))
+)
 
 SCRIPT = """
 "use strict";

@@ -10,32 +10,28 @@ from typing import TYPE_CHECKING, Any
 from sidestream.compare.arms import Comparison
 from sidestream.compare.charts import short_name
 from sidestream.compare.figures import Figures
+from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The baseline is grey, the others as in the page's light scheme.
-PALETTE = ("#6B7280", "#0072B2", "#D55E00", "#009E73", "#B0529A", "#C28A00", "#3A9BD9", "#8C564B")
+WRAP = 56  # characters of a title above the narrow pictures
 
 
-def colors(comparison: Comparison) -> dict[str, str]:
-    """Name of an arm -> colour."""
+def looks(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Name of an arm -> colour, dashes and mark; the baseline is grey."""
     others = [arm.name for arm in comparison.arms if arm is not comparison.baseline]
-    found = {name: PALETTE[1 + place % (len(PALETTE) - 1)] for place, name in enumerate(others)}
-    return {**found, comparison.baseline.name: PALETTE[0]}
+    found = {name: look(place) for place, name in enumerate(others)}
+    return {**found, comparison.baseline.name: {"color": NEUTRAL, "linestyle": "--", "marker": "o"}}
 
 
+@plain_text
 def draw(comparison: Comparison, all_figures: Sequence[Figures]) -> Figure:
     """Loss curves with the spread of the seeds; beside them tokens per second and the differences of the loss."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = len(all_figures)
-    figure = Figure(figsize=(12.0, max(5.0, 1.8 + 0.6 * rows)), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
+    figure = new_figure(12.0, max(5.0, 1.8 + 0.6 * len(all_figures)))
     grid = figure.add_gridspec(2, 2, width_ratios=(3, 2))
-    color = colors(comparison)
+    color = looks(comparison)
     _draw_losses(figure.add_subplot(grid[:, 0]), all_figures, color)
     _draw_speed(figure.add_subplot(grid[0, 1]), all_figures, color)
     _draw_differences(figure.add_subplot(grid[1, 1]), all_figures, color)
@@ -65,7 +61,7 @@ def _nothing(axes: Axes, what: str) -> None:
     axes.text(0.5, 0.5, what, ha="center", va="center", fontsize=9, color="0.4", transform=axes.transAxes)
 
 
-def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, str]) -> None:
+def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, dict[str, Any]]) -> None:
     from matplotlib.ticker import EngFormatter
 
     shown = "val_loss" if any(of.curves["val_loss"].tokens for of in all_figures) else "train_loss"
@@ -74,14 +70,16 @@ def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, st
     for of in all_figures:
         curve, name = of.curves[shown], of.arm.name
         axes.plot(
-            *(curve.tokens, curve.mean, "o--" if of.flat["baseline"] else "o-"),
+            *(curve.tokens, curve.mean),
             zorder=3 if of.flat["baseline"] else 2,  # an arm with the same loss stays visible below it
-            color=color[name],
+            **color[name],
             linewidth=1.8,
             markersize=3,
             label=_named(of),
         )
-        axes.fill_between(curve.tokens, curve.low, curve.high, color=color[name], alpha=0.15, linewidth=0)
+        axes.fill_between(
+            curve.tokens, curve.low, curve.high, color=color[name]["color"], alpha=0.15, linewidth=0
+        )
     axes.set_xlabel("training tokens", fontsize=9)
     what = "validation" if shown == "val_loss" else "training"
     axes.set_ylabel(f"{what} loss, nats per token (band: all seeds)", fontsize=9)
@@ -92,12 +90,14 @@ def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, st
     return None
 
 
-def _draw_speed(axes: Axes, all_figures: Sequence[Figures], color: dict[str, str]) -> None:
+def _draw_speed(axes: Axes, all_figures: Sequence[Figures], color: dict[str, dict[str, Any]]) -> None:
     values = [of.flat["tokens_per_second"] for of in all_figures]
     if not any(values):
         return _nothing(axes, "no speed was recorded")
     axes.barh(
-        range(len(values)), [value or 0 for value in values], color=[color[of.arm.name] for of in all_figures]
+        range(len(values)),
+        [value or 0 for value in values],
+        color=[color[of.arm.name]["color"] for of in all_figures],
     )
     for place, (of, value) in enumerate(zip(all_figures, values)):
         ends = [of.flat["tokens_per_second_min"] or 0, of.flat["tokens_per_second_max"] or 0]
@@ -109,26 +109,31 @@ def _draw_speed(axes: Axes, all_figures: Sequence[Figures], color: dict[str, str
         )
     axes.set_xlim(0, 1.4 * max(of.flat["tokens_per_second_max"] or 0 for of in all_figures))
     _rows(axes, all_figures)
-    axes.set_title("tokens/s: median, slowest to fastest seed; separate runs", fontsize=9, loc="left")
+    _title(axes, "tokens/s: median, slowest to fastest seed; separate runs")
     return None
 
 
-def _draw_differences(axes: Axes, all_figures: Sequence[Figures], color: dict[str, str]) -> None:
+def _draw_differences(axes: Axes, all_figures: Sequence[Figures], color: dict[str, dict[str, Any]]) -> None:
     rows = [of for of in all_figures if of.differences["val_loss"] is not None]
     if not rows:
         return _nothing(axes, "no loss at equal tokens")
     axes.axvline(0.0, color="0.4", linewidth=1)
     for place, of in enumerate(rows):
         found: Any = of.differences["val_loss"]
+        drawn = color[of.arm.name]
         if found.low is not None:
-            axes.plot([found.low, found.high], [place, place], color=color[of.arm.name], linewidth=2)
-        axes.plot([found.mean], [place], "o", color=color[of.arm.name], markersize=6)
+            axes.plot([found.low, found.high], [place, place], color=drawn["color"], linewidth=2)
+        axes.plot([found.mean], [place], drawn["marker"], color=drawn["color"], markersize=6)
     _rows(axes, rows)
     pairs = rows[0].differences["val_loss"]
     interval = "95 % interval" if pairs is not None and pairs.low is not None else "one seed: proves nothing"
-    axes.set_title(f"validation loss minus baseline, paired by seed; {interval}", fontsize=9, loc="left")
+    _title(axes, f"validation loss minus baseline, paired by seed; {interval}")
     axes.grid(True, axis="x", color="0.92")
     return None
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(textwrap.fill(text, WRAP), fontsize=9, loc="left")
 
 
 def _rows(axes: Axes, rows: Sequence[Figures]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from io import BytesIO
@@ -11,6 +10,7 @@ from typing import Any
 
 from sidestream.compare.errors import CompareError
 from sidestream.compare.paired import Interval, paired
+from sidestream.compare.runs import read_run
 from sidestream.tracking import names
 from sidestream.tracking.folder import write_bytes_atomic
 from sidestream.tracking.markdown import notes, table
@@ -36,38 +36,35 @@ def collect(folders: Sequence[Path], *, commands: Sequence[str]) -> dict[str, An
     """
     runs, shared = [], None
     for path in sorted(path for folder in folders for path in folder.glob("*/result.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        arm = result["choices"].get("arm")
-        if result["status"] != "finished" or arm is None:
+        try:
+            run = read_run(path.parent)
+        except CompareError:
             continue
-        facts = {name: result[name] for name in _SHARED}
+        result, arm = run.result, run.choices.get("arm")
+        last = next((record for record in reversed(run.metrics) if names.TRAIN_LOSS in record), None)
+        if arm not in PLANNED or last is None:
+            continue
+        facts = {name: result.get(name) for name in _SHARED}
         shared = shared or facts
         if facts != shared:
             key = next(name for name in _SHARED if facts[name] != shared[name])
             why = f"{key}={facts[key]}: it is {shared[key]} in other runs; expected one study; see {path}"
             raise CompareError(why)
-        records = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
-        last = [record for record in records if names.TRAIN_LOSS in record][-1]
         runs.append(
             {
                 "arm": arm,
-                "seed": result["seed"],
-                "val_loss": result["metrics"]["val_loss"],
-                "train_loss": result["metrics"]["train_loss"],
-                "tokens": result["metrics"]["tokens"],
+                "seed": run.seed,
+                **{name: run.part("metrics").get(name) for name in ("val_loss", "train_loss", "tokens")},
                 "load_cv": last.get(names.LOAD_CV),
-                "params_total": result["params_total"],
-                "params_active": result["params_active"],
-                "flops_per_token": result["flops_per_token"],
+                **{name: result.get(name) for name in ("params_total", "params_active", "flops_per_token")},
             }
         )
     seen = [(run["arm"], run["seed"]) for run in runs]
     if len(set(seen)) != len(seen) or not runs:
         raise CompareError(f"runs={len(runs)}: expected at least one, and each seed of an arm once")
     runs.sort(key=lambda run: (list(PLANNED).index(run["arm"]), run["seed"]))
-    env = json.loads((path.parent / "env.json").read_text(encoding="utf-8"))
-    machine = {name: env.get(name) for name in ("cpu", "cpu_count", "python")}
-    versions = {"versions": result["versions"]}
+    machine = {name: run.env.get(name) for name in ("cpu", "cpu_count", "python")}
+    versions = {"versions": run.result.get("versions")}
     return {
         "study": "scmoe_quality",
         "commands": list(commands),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sidestream.compare.arms import Comparison
 from sidestream.compare.figures import Figures, remarks
+from sidestream.tracking import spreadsheet
+from sidestream.tracking.markdown import code, text
 
 MINUS = "\u2212"
 UNKNOWN = "-"
@@ -256,17 +256,18 @@ def all_remarks(comparison: Comparison, all_figures: Sequence[Figures]) -> list[
 def markdown(comparison: Comparison, all_figures: Sequence[Figures]) -> str:
     """compare.md: title, what is shared, the table, notes, what was left out."""
     kept, _ = columns(all_figures)
-    lines = [f"# {comparison.title}", ""]
-    lines += [f"* {name}: {text}" for name, text in facts(comparison).items()]
+    lines = [f"# {text(comparison.title)}", ""]
+    lines += [f"* {name}: {text(value)}" for name, value in facts(comparison).items()]
     lines += ["", f"| {' | '.join(column.head for column in kept)} |"]
     lines.append("|" + "|".join("---:" if column.number else "---" for column in kept) + "|")
     for of in all_figures:
         cells = [column.cell(of) for column in kept]
-        texts = [f"{cell.text} {_bracketed(cell.detail)}".strip().replace("|", "\\|") for cell in cells]
+        texts = [text(f"{cell.text} {_bracketed(cell.detail)}".strip()) for cell in cells]
         lines.append(f"| {' | '.join(texts)} |")
-    lines += ["", *(f"* {line}" for line in all_remarks(comparison, all_figures))]
+    lines += ["", *(f"* {text(line)}" for line in all_remarks(comparison, all_figures))]
     if comparison.left_out:
-        lines += ["", "Left out:", "", *(f"* `{item.name}`: {item.reason}" for item in comparison.left_out)]
+        items = (f"* {code(item.name)}: {text(item.reason)}" for item in comparison.left_out)
+        lines += ["", "Left out:", "", *items]
     return "\n".join(lines) + "\n"
 
 
@@ -276,9 +277,4 @@ def _bracketed(detail: str) -> str:
 
 def as_csv(comparison: Comparison, all_figures: Sequence[Figures]) -> str:
     """compare.csv: a line per arm in plain units (bytes, shares of 1), the title in its first column."""
-    rows: list[Mapping[str, Any]] = [{"title": comparison.title, **of.flat} for of in all_figures]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    return spreadsheet.as_csv([{"title": comparison.title, **of.flat} for of in all_figures])

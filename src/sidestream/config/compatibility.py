@@ -22,6 +22,7 @@ from sidestream.config.overlap_check import check_overlap
 from sidestream.config.predict_check import check_for_training
 from sidestream.config.routing_check import check_routing
 from sidestream.config.trust import check_targets
+from sidestream.convert.start import check_weights
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,39 @@ def check(
     return layout
 
 
+def remarks(cfg: DictConfig, layout: Layout) -> list[str]:
+    """What a config that runs does in another way than somebody may think, a line each.
+
+    Args:
+        cfg: The root config, which `check` has passed.
+        layout: What it returned.
+    """
+    found = []
+    experts, world, size = cfg.model.num_experts, layout.world_size, layout.expert_parallel_size
+    wanted = (
+        cfg.strategy.expert_parallel_size == "auto"
+        and not capabilities(cfg.dispatcher).max_expert_parallel_size
+    )
+    if (
+        wanted
+        and size < world
+        and moe_blocks(cfg.model.num_layers, cfg.model.moe_layers, cfg.model.first_dense_layers)
+    ):
+        what = "is off: each rank holds all experts" if size == 1 else f"has groups of {size}"
+        found.append(
+            f"expert parallelism {what}, because model.num_experts={experts} is no multiple of the {world} ranks; "
+            f"set model.num_experts={-(-experts // world) * world}, "
+            f"or strategy.expert_parallel_size={size} if that is meant"
+        )
+    warmup, steps = cfg.scheduler.get("warmup_steps"), cfg.trainer.max_steps
+    if isinstance(warmup, int) and warmup >= steps and warmup > 0:
+        found.append(
+            f"scheduler.warmup_steps={warmup} is not over within trainer.max_steps={steps}: the rate never reaches "
+            f"optimizer.lr; set scheduler.warmup_steps=auto for a tenth of the run"
+        )
+    return found
+
+
 def _check_precision(cfg: DictConfig) -> None:
     if cfg.trainer.precision == "bf16-true" and not capabilities(cfg.strategy).mixed_dtypes:
         raise ConfigError(
@@ -157,7 +191,10 @@ def _check_folders(cfg: DictConfig) -> None:
         if not any((folder / name).is_file() for name in ("config.json", ".metadata")):
             key, why = "initial_weights", "no weights there"
             expected = "a Hugging Face folder (config.json) or a checkpoint folder (.metadata)"
-            raise ConfigError(key, value, why, expected=expected, fix=f"{key}=<such a folder>")
+            steps = sorted(folder.glob("checkpoints/step-*/.metadata"))
+            fix = f"{key}={steps[-1].parent if steps else '<such a folder>'}"
+            raise ConfigError(key, value, why, expected=expected, fix=fix)
+        check_weights(OmegaConf.to_container(cfg, resolve=True), folder)  # type: ignore[arg-type]
     for name, value in cfg.data.items():
         points_at_data = name in ("path", "root") or name.endswith(("_path", "_dir", "_file"))
         if not points_at_data or name == "cache_dir" or not isinstance(value, str):

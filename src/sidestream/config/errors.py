@@ -1,4 +1,7 @@
-"""The one exception for a wrong configuration."""
+"""The one exception for a wrong configuration, and errors of the file system that are one."""
+
+import errno
+from typing import TypeGuard
 
 from sidestream.tracking.untrusted import printable
 
@@ -49,3 +52,34 @@ def as_typed(value: object) -> str:
 
 class PlainError(Exception):
     """The end of a run that needs no traceback: the message says it all."""
+
+
+# What the place that somebody named can do to whoever writes there.
+_OF_PLACE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_of_place(error: BaseException) -> TypeGuard[OSError]:
+    """Whether an error says that nothing can be written in some place: no permission, no space, a file in the way."""
+    if not isinstance(error, OSError) or error.errno not in _OF_PLACE:
+        return False
+    return error.filename is not None or error.errno in _FULL  # a write knows no name
+
+
+def cannot_write(key: str, value: object, error: OSError) -> ConfigError:
+    """Explains an error for which `is_of_place` holds, met below the folder `value` that `key` names."""
+    where = "" if str(error.filename) in (str(value), "None") else f": {error.filename}"
+    why = f"cannot be written ({error.strerror}{where})"
+    return ConfigError(key, value, why, expected="a folder that you may write", fix=f"{key}=<folder>")

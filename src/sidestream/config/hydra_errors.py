@@ -1,10 +1,11 @@
 """Turns what Hydra and OmegaConf raise into one line in the form of `ConfigError`."""
 
-import difflib
 import re
 import traceback
+from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
+from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -14,8 +15,8 @@ from omegaconf.errors import (
 )
 
 from sidestream.config.errors import ConfigError
-from sidestream.config.keys import unknown_key
-from sidestream.config.schema import optional_parts
+from sidestream.config.hints import nearest_option, unknown_key
+from sidestream.config.schema import SCHEMAS, optional_parts
 
 # ValueError: Hydra's own for a wrong mix of flags or a misused group override.
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
@@ -23,6 +24,7 @@ USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 _UNKNOWN = re.compile(r"Could not (?:override|delete|append).*?'[+~]*([\w./@-]+?)(?:=.*)?'", re.DOTALL)
 _MERGED = re.compile(r"Error merging override '?[+~]*([\w.-]+)=")
 _SEE = "run `python train.py --cfg job` to see all keys"
+_MIXED = re.compile(r"Merge error: (\w+) is not a subclass of \w+")
 _WRONG_TYPE = re.compile(r"full_key: ([\w.\[\]-]+)")
 
 
@@ -49,6 +51,8 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return str(error)
     typed = dict(part.lstrip("+~").partition("=")[::2] for part in overrides)
     causes = _chain(error)
+    # Innermost first where the keys beside an unknown one are known there.
+    causes.sort(key=lambda cause: not isinstance(getattr(cause, "parent_node", None), DictConfig))
     for cause in causes:
         explained = _explain_one(cause, typed)
         if explained:
@@ -86,7 +90,12 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
         why = "there is no such folder"
         return ConfigError("-cd", folder, why, expected="an existing folder", fix="run with -cd <folder>")
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
-        return unknown_key(error.full_key, typed.get(error.full_key, "..."))
+        # `modle.num_layers=3` is refused at `modle`.
+        key = next((key for key in typed if f"{key}.".startswith(f"{error.full_key}.")), error.full_key)
+        beside = error.parent_node if key == error.full_key else None
+        return unknown_key(key, typed.get(key, "..."), map(str, beside or ()))
+    if isinstance(error, ValidationError) and (group := _MIXED.search(message)):
+        return _two_options(typed, group.group(1))
     if isinstance(error, ValidationError) and (found := _WRONG_TYPE.search(message)):
         return _wrong_type(found.group(1), typed.get(found.group(1), "..."), message.splitlines()[0])
     if isinstance(error, InterpolationKeyError) and error.full_key:
@@ -107,12 +116,23 @@ def _part_of_null(typed: dict[str, str]) -> ConfigError | None:
     return None
 
 
+def _two_options(typed: dict[str, str], schema: str) -> ConfigError | None:
+    """Several options of a group that takes one: `logger=[csv,wandb]`."""
+    for group, value in typed.items():
+        if group in SCHEMAS and value.startswith("["):
+            first = value.strip("[]").split(",")
+            meant = next((o for o in first if SCHEMAS[group].get(o, Any).__name__ == schema), first[0])
+            fix = f"set {group}={meant}, or run with -m {group}={','.join(first)} for one run with each"
+            return ConfigError(group, value, "takes one option", expected="one name", fix=fix)
+    return None
+
+
 def _missing_option(error: MissingConfigException) -> ConfigError:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     if not group:
         return ConfigError("--config-name", option, "no such config", expected="train", fix="run without -cn")
     options = sorted(error.options or [])
-    best = (difflib.get_close_matches(option, options, n=1) or options or ["<option>"])[0]
+    best = nearest_option(group, option, options)
     return ConfigError(
         group, option, "no such option", expected=f"one of {', '.join(options)}", fix=f"{group}={best}"
     )

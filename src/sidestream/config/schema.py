@@ -18,14 +18,19 @@ def key(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
+    below: float | None = None,
+    length: int | None = None,
     auto: bool = False,
     real: bool = False,
 ) -> Any:
     """A key whose value comes from YAML, with the limits that `keys.check_keys` enforces.
 
-    `auto` allows `auto` beside an integer, or with `real` beside any number.
+    Limits of a list are those of its items, and `length` how many there are. Without `high` a number still has
+    one: `keys.LARGEST_INTEGER`, `keys.LARGEST_NUMBER`. `auto` allows `auto` beside an integer, or with `real`
+    beside any number.
     """
-    limits = {"low": low, "above": above, "high": high, "auto": auto, "real": real}
+    limits = {"low": low, "above": above, "high": high, "below": below, "length": length}
+    limits |= {"auto": auto, "real": real}
     return field(default=MISSING, metadata=limits)
 
 
@@ -45,7 +50,7 @@ class LatentAttention:
 
 @dataclass
 class Model:
-    vocab_size: int | None = key(low=1)
+    vocab_size: int | None = key(low=1, high=2**24)
     num_layers: int = key(low=1)
     hidden_size: int = key(low=1)
     num_heads: int = key(low=1)
@@ -87,7 +92,7 @@ class TopKRouter(Component):
     num_groups: int | None = key(low=1)
     top_groups: int | None = key(low=1)
     jitter: float = key(low=0.0, high=1.0)
-    expert_capacity_factor: float | None = key(above=0.0)
+    expert_capacity_factor: float | None = key(above=0.0, high=1000.0)
     drop_policy: str = one_of("probs", "position")
     pad_to_capacity: bool = key()
     force_balance: bool = key()
@@ -116,8 +121,8 @@ class QuantileBalance(Balance):
 
 @dataclass
 class Dispatcher(Component):
-    capacity_factor: float | None = key(above=0.0)
-    alignment: int = key(low=1)
+    capacity_factor: float | None = key(above=0.0, high=1000.0)
+    alignment: int = key(low=1, high=2**16)
     on_overflow: str = one_of("replay", "drop", "error")
 
 
@@ -129,13 +134,13 @@ class LibraryDispatcher(Dispatcher):
 
 @dataclass
 class Experts(Component):
-    alignment: int | str = key(low=1, auto=True)
+    alignment: int | str = key(low=1, high=2**16, auto=True)
 
 
 @dataclass
 class MegaExperts(Experts):
     library: str = one_of("auto", "windows", "triton", "mok")
-    capacity_factor: float | None = key(above=0.0)
+    capacity_factor: float | None = key(above=0.0, high=1000.0)
     on_overflow: str = one_of("replay", "drop", "error")
 
 
@@ -178,19 +183,19 @@ class StepGraph(Graph):
 
 @dataclass
 class ThrottledLink(Component):
-    gbps: float = key(above=0.0)
-    latency_us: float = key(low=0.0)
+    gbps: float = key(above=0.0, high=1e6)
+    latency_us: float = key(low=0.0, high=1e8)
 
 
 @dataclass
 class Strategy(Component):
     expert_parallel_size: int | str = key(auto=True)  # its limit depends on the world: compatibility.py
-    timeout_seconds: int = key(low=1)
+    timeout_seconds: int = key(low=1, high=1_000_000)
 
 
 @dataclass
 class Replicate(Strategy):
-    bucket_mb: float = key(above=0.0)
+    bucket_mb: float = key(above=0.0, high=1e6)
 
 
 @dataclass
@@ -201,8 +206,8 @@ class FullyShard(Strategy):
 @dataclass
 class AdamW(Component):
     lr: float = key(low=0.0)
-    betas: list[float] = key()
-    eps: float = key(above=0.0)
+    betas: list[float] = key(low=0.0, below=1.0, length=2)
+    eps: float = key(above=0.0, high=1.0)
     weight_decay: float = key(low=0.0)
     fused: bool = key()
 
@@ -210,13 +215,13 @@ class AdamW(Component):
 @dataclass
 class SGD(Component):
     lr: float = key(low=0.0)
-    momentum: float = key(low=0.0)
+    momentum: float = key(low=0.0, below=1.0)
     weight_decay: float = key(low=0.0)
 
 
 @dataclass
 class Constant(Component):
-    warmup_steps: int = key(low=0)
+    warmup_steps: int | str = key(low=0, auto=True)
 
 
 @dataclass
@@ -280,7 +285,7 @@ class TokenFiles(PythonSource):
 @dataclass
 class Trainer:
     accelerator: str = one_of("auto", "cpu", "gpu")
-    devices: int | str = key(low=1, auto=True)
+    devices: int | str = key(low=1, high=1024, auto=True)
     num_nodes: int = key(low=1)
     max_steps: int = key(low=1)
     precision: str = one_of("32-true", "bf16-mixed", "bf16-true")
@@ -288,7 +293,7 @@ class Trainer:
     log_every_n_steps: int = key(low=1)
     val_check_interval: int = key(low=1)
     limit_val_batches: int = key(low=0)
-    threads_per_rank: int | str = key(low=1, auto=True)
+    threads_per_rank: int | str = key(low=1, high=4096, auto=True)
     pin_cpu: bool = key()
     peak_tflops: Any = key(above=0.0, auto=True, real=True)
 
@@ -439,7 +444,7 @@ class Root:
     """The whole config. Groups whose options users may write outside the repository are `Any`."""
 
     name: str = key()
-    seed: int = key(low=0)
+    seed: int = key(low=0, high=2**63 - 1)
     debug: bool = False
     resume: str | None = None
     initial_weights: str | None = None

@@ -1,16 +1,20 @@
-"""Which Hugging Face models are ours under other names: config.json <-> our config keys. No torch.
+"""Which Hugging Face models are ours under other names: config.json -> our config keys. No torch.
 
 A family is a model we compute exactly: same attention, same routing, same experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.model_check import moe_blocks
+from sidestream.convert.fields import read_fields, refused
+from sidestream.tracking.untrusted import printable
+
+_LLAMA = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Family:
         has_head_dim: `head_dim` may differ from hidden / heads.
         has_sliding_window: Attention may see a window only.
         has_dense_blocks: Blocks named in `mlp_only_layers` are dense.
+        rope_theta: What an absent `rope_theta` is.
     """
 
     model_type: str
@@ -41,9 +46,48 @@ class Family:
     has_head_dim: bool
     has_sliding_window: bool
     has_dense_blocks: bool
+    rope_theta: float
+
+    def tensors(self, model: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors of a checkpoint, given the `model` keys of `model_options`."""
+        hidden, vocab, width = model["hidden_size"], model["vocab_size"], model["head_dim"]
+        q, kv, layers = model["num_heads"] * width, model["num_kv_heads"] * width, model["num_layers"]
+        sparse = moe_blocks(layers, model["moe_layers"])
+        yield "model.embed_tokens.weight", (vocab, hidden)
+        yield "model.norm.weight", (hidden,)
+        yield "lm_head.weight", (vocab, hidden)
+        for i in range(layers):
+            layer = f"model.layers.{i}"
+            yield f"{layer}.input_layernorm.weight", (hidden,)
+            yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+            for name, shape in (
+                ("q", (q, hidden)),
+                ("k", (kv, hidden)),
+                ("v", (kv, hidden)),
+                ("o", (hidden, q)),
+            ):
+                yield f"{layer}.self_attn.{name}_proj.weight", shape
+            if self.qk_norm != "none":
+                yield f"{layer}.self_attn.q_norm.weight", (width if self.qk_norm == "head" else q,)
+                yield f"{layer}.self_attn.k_norm.weight", (width if self.qk_norm == "head" else kv,)
+            if i not in sparse:
+                yield from self._swiglu(f"{layer}.mlp", _LLAMA, hidden, model["ffn_hidden_size"])
+                continue
+            yield f"{layer}.{self.moe}.gate.weight", (model["num_experts"], hidden)
+            for expert in range(model["num_experts"]):
+                prefix = f"{layer}.{self.moe}.experts.{expert}"
+                yield from self._swiglu(prefix, self.gate_up_down, hidden, model["expert_hidden_size"])
+
+    @staticmethod
+    def _swiglu(
+        prefix: str, names: tuple[str, str, str], hidden: int, width: int
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        gate, up, down = names
+        yield f"{prefix}.{gate}.weight", (width, hidden)
+        yield f"{prefix}.{up}.weight", (width, hidden)
+        yield f"{prefix}.{down}.weight", (hidden, width)
 
 
-_LLAMA = ("gate_proj", "up_proj", "down_proj")
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -59,6 +103,7 @@ FAMILIES = {
             has_head_dim=True,
             has_sliding_window=True,
             has_dense_blocks=False,
+            rope_theta=1e6,
         ),
         Family(
             "olmoe",
@@ -72,6 +117,7 @@ FAMILIES = {
             has_head_dim=False,
             has_sliding_window=False,
             has_dense_blocks=False,
+            rope_theta=1e4,
         ),
         Family(
             "qwen3_moe",
@@ -85,6 +131,7 @@ FAMILIES = {
             has_head_dim=True,
             has_sliding_window=True,
             has_dense_blocks=True,
+            rope_theta=1e4,
         ),
     )
 }
@@ -94,145 +141,104 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json.
 
     Raises:
-        ConfigError: A model type we do not compute, or a feature of it.
+        ConfigError: A model type we do not compute.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            "initial_weights",
-            model_type,
+            "config.json:model_type",
+            printable(model_type),
             "this model type is not one that Sidestream computes",
             expected=", ".join(FAMILIES),
             fix="initial_weights=<folder of such a model>",
         )
-    family = FAMILIES[model_type]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    unsupported = {
-        "attention_bias": config.get("attention_bias", False),
-        "clip_qkv": config.get("clip_qkv"),
-        "rope_type": rope.get("rope_type", "default") != "default",
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-    }
-    for key, used in unsupported.items():
-        if used:
-            raise ConfigError(
-                f"config.json:{key}",
-                config.get(key, rope.get(key)),
-                "not computed by Sidestream",
-                expected="the published default",
-                fix="another checkpoint",
-            )
-    return family
+    return FAMILIES[model_type]
 
 
 def model_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """config.json -> our `model` and `router` keys (those that differ from model to model)."""
-    family = family_of(config)
-    layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or [])
-    moe = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
-    rope = config.get("rope_parameters") or {}
-    heads = config["num_attention_heads"]
-    uses_window = family.has_sliding_window and config.get("use_sliding_window", True)
-    model = {
-        "vocab_size": config["vocab_size"],
-        "num_layers": layers,
-        "hidden_size": config["hidden_size"],
-        "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": (config.get("head_dim") if family.has_head_dim else None)
-        or config["hidden_size"] // heads,
-        "qk_norm": family.qk_norm,
-        "ffn_hidden_size": config["intermediate_size"],
-        "moe_layers": 1 if len(moe) == layers else moe,
-        "num_experts": config.get(family.num_experts) or config["num_local_experts"],
-        "expert_hidden_size": config[family.expert_width],
-        "num_shared_experts": 0,
-        "sliding_window": config.get("sliding_window") if uses_window else None,
-        "tie_embeddings": config.get("tie_word_embeddings", False),
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
-        "norm_eps": config["rms_norm_eps"],
-    }
-    normalize = family.always_normalized or bool(config.get("norm_topk_prob", False))
-    return {"model": model, "router": {"top_k": config["num_experts_per_tok"], "normalize": normalize}}
-
-
-def config_json(model: Mapping[str, Any], router: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    """Our resolved `model` and `router` sections -> config.json.
-
-    Args:
-        model: With `vocab_size` filled in.
-        router: `top_k`, `normalize`, `_target_`.
-        dtype: Name of the weights' dtype.
+    """config.json -> our `model` and `router` keys (those that differ from model to model).
 
     Raises:
-        ConfigError: No family computes this model; names the key that stands in the way.
+        ConfigError: A model type, a field or a value that Sidestream does not compute; names it.
     """
-    family = next((f for f in FAMILIES.values() if f.qk_norm == model["qk_norm"]), None)
-    top_k, normalize = router["top_k"], router["normalize"]
-    normalized = top_k > 1 if normalize == "auto" else bool(normalize)
-    moe = model["moe_layers"]
-    every = moe == 1 and not model.get("first_dense_layers")
-    blockers = {
-        "model.qk_norm": (family is None, "none, full or head"),
-        "model.mla": (model.get("mla") is not None, "null"),
-        "model.num_shared_experts": (model["num_shared_experts"] > 0, "0"),
-        "model.shared_expert_hidden_size": (bool(model.get("shared_expert_hidden_size")), "null"),
-        "model.moe_layers": (not every and not (family and family.has_dense_blocks), "1"),
-        "model.sliding_window": (
-            model.get("sliding_window") is not None and not (family and family.has_sliding_window),
-            "null",
-        ),
-        "model.head_dim": (
-            model.get("head_dim") not in (None, model["hidden_size"] // model["num_heads"])
-            and not (family and family.has_head_dim),
-            "null",
-        ),
-        "model.full_attention_layers": (
-            model.get("sliding_window") is not None and bool(model.get("full_attention_layers")),
-            "[]",
-        ),
-        "router._target_": (not str(router["_target_"]).endswith(".SoftmaxRouter"), "router=softmax"),
-        "router.score_order": (router.get("score_order", "before_top_k") != "before_top_k", "before_top_k"),
-        "router.num_groups": (router.get("num_groups") not in (None, 1), "null"),
-        "router.expert_capacity_factor": (router.get("expert_capacity_factor") is not None, "null"),
-        "router.scaling_factor": (router.get("scaling_factor") not in (None, 1, 1.0), "1"),
-        "router.normalize": (family is not None and family.always_normalized and not normalized, "true"),
+    family = family_of(config)
+    values = read_fields(config)
+    layers, heads, experts = (
+        values[n] for n in ("num_hidden_layers", "num_attention_heads", family.num_experts)
+    )
+    kv_heads, top_k = values["num_key_value_heads"] or heads, values["num_experts_per_tok"]
+    normalize = values.get("norm_topk_prob", family.always_normalized)
+    _check_heads(values, heads=heads, kv_heads=kv_heads)
+    if top_k > experts:
+        raise refused(
+            "num_experts_per_tok", top_k, f"more than {family.num_experts}={experts}", f"1 to {experts}"
+        )
+    if top_k == 1 and normalize:
+        why = "divided by their sum the weights of one expert are 1: its router cannot be trained"
+        raise refused("num_experts_per_tok", top_k, why, "2 or more, or weights that are not normalised")
+    moe = _moe_blocks(values, layers)
+    model = {
+        "vocab_size": values["vocab_size"],
+        "num_layers": layers,
+        "hidden_size": values["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+        "qk_norm": family.qk_norm,
+        "ffn_hidden_size": values["intermediate_size"],
+        "moe_layers": 1 if len(moe) == layers else moe,
+        "num_experts": experts,
+        "expert_hidden_size": values[family.expert_width],
+        "num_shared_experts": 0,
+        "sliding_window": _window(values, layers),
+        "tie_embeddings": values["tie_word_embeddings"],
+        "rope_theta": _rope_theta(values, family),
+        "norm_eps": float(values["rms_norm_eps"]),
     }
-    for key, (blocks, expected) in blockers.items():
-        if blocks:
-            section, name = key.split(".")
-            value = (model if section == "model" else router).get(name)
-            why = "no Hugging Face model of a supported family computes this"
-            raise ConfigError(key, value, why, expected=expected, fix=f"{key}={expected} in the run")
-    assert family is not None
-    blocks = range(model["num_layers"])
-    sparse = set(moe_blocks(model["num_layers"], moe, model.get("first_dense_layers") or 0))
-    out = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": model["vocab_size"],
-        "hidden_size": model["hidden_size"],
-        "intermediate_size": model["ffn_hidden_size"],
-        "num_hidden_layers": model["num_layers"],
-        "num_attention_heads": model["num_heads"],
-        "num_key_value_heads": model["num_kv_heads"],
-        "hidden_act": "silu",
-        "rms_norm_eps": model["norm_eps"],
-        "rope_theta": model["rope_theta"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": model["rope_theta"]},
-        "tie_word_embeddings": bool(model.get("tie_embeddings")),
-        "sliding_window": model.get("sliding_window"),
-        "num_experts_per_tok": top_k,
-        "dtype": dtype,
-        family.num_experts: model["num_experts"],
-        family.expert_width: model["expert_hidden_size"],
-    }
-    if family.has_head_dim:
-        out["head_dim"] = model.get("head_dim") or model["hidden_size"] // model["num_heads"]
-    if not family.always_normalized:
-        out["norm_topk_prob"] = normalized
-    if family.has_dense_blocks:
-        out |= {"mlp_only_layers": [i for i in blocks if i not in sparse], "decoder_sparse_step": 1}
-        out["use_sliding_window"] = model.get("sliding_window") is not None
-    return out
+    return {"model": model, "router": {"top_k": top_k, "normalize": normalize}}
+
+
+def _check_heads(values: Mapping[str, Any], *, heads: int, kv_heads: int) -> None:
+    hidden, width = values["hidden_size"], values.get("head_dim")
+    if width is None and hidden % heads:
+        raise refused(
+            "num_attention_heads", heads, f"does not divide hidden_size={hidden}", f"a divisor of {hidden}"
+        )
+    if (width or hidden // heads) % 2:
+        name, value = ("num_attention_heads", heads) if width is None else ("head_dim", width)
+        raise refused(name, value, "heads of an odd width cannot be rotated", "heads of an even width")
+    if heads % kv_heads:
+        why = f"does not divide num_attention_heads={heads}"
+        raise refused("num_key_value_heads", kv_heads, why, f"a divisor of {heads}")
+
+
+def _moe_blocks(values: Mapping[str, Any], layers: int) -> list[int]:
+    step, dense = values.get("decoder_sparse_step", 1), set(values.get("mlp_only_layers") or [])
+    if any(layer >= layers for layer in dense):
+        why = f"names a layer that is not there: num_hidden_layers={layers}"
+        raise refused("mlp_only_layers", sorted(dense), why, f"layers from 0 to {layers - 1}")
+    return [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+
+
+def _window(values: Mapping[str, Any], layers: int) -> int | None:
+    """The window of all layers. Which of them have one depends on the release, where a file says more than that."""
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    if window is not None and values.get("max_window_layers"):
+        why = "releases of transformers differ in which layers see a window then"
+        raise refused("max_window_layers", values["max_window_layers"], why, "0, or use_sliding_window=false")
+    kinds = values.get("layer_types")
+    kind = "full_attention" if window is None else "sliding_attention"
+    if kinds is not None and kinds != [kind] * layers:
+        raise refused("layer_types", kinds, "layers that differ from each other", f"{layers} times {kind}")
+    return window
+
+
+def _rope_theta(values: Mapping[str, Any], family: Family) -> float:
+    """The base of the rotary positions, which may stand in three places."""
+    rope, older = values["rope_parameters"] or {}, values.get("rope_scaling") or {}
+    places = {"rope_parameters.rope_theta": rope, "rope_scaling.rope_theta": older, "rope_theta": values}
+    said = {name: place["rope_theta"] for name, place in places.items() if "rope_theta" in place}
+    for name, theta in said.items():
+        if theta != (first := next(iter(said.values()))):
+            raise refused(name, theta, f"{next(iter(said))} says {first}", "one value everywhere")
+    return float(next(iter(said.values()), family.rope_theta))

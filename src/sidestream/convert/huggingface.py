@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from sidestream.config.errors import ConfigError
 from sidestream.convert.families import FAMILIES, Family, family_of
+from sidestream.convert.folder import ModelFolder
 from sidestream.convert.tensors import pieces
 from sidestream.model.config import ModelShape
 from sidestream.model.transformer import MoETransformer
+from sidestream.tracking.untrusted import printable
 
 SHARD_BYTES = 4 * 2**30
 
@@ -30,15 +32,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or it is no JSON object.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        why, expected = "no config.json in it", "a folder written by save_pretrained or downloaded whole"
-        raise ConfigError(
-            "initial_weights", folder, why, expected=expected, fix="initial_weights=<such a folder>"
-        )
-    return json.loads(path.read_text(encoding="utf-8"))
+    return ModelFolder(folder).config
 
 
 def _safetensors() -> Any:
@@ -57,23 +53,13 @@ class Reader:
     """Tensors of a folder by name; files stay open, tensors are read when asked for.
 
     Raises:
-        ConfigError: No safetensors files in the folder.
+        ConfigError: A file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._open, self._stack = Path(folder), {}, ExitStack()  # type: ignore[var-annotated]
+        self._folder, self._open, self._stack = ModelFolder(folder), {}, ExitStack()  # type: ignore[var-annotated]
         self._safe_open = _safetensors().safe_open
-        index = self._folder / "model.safetensors.index.json"
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            files = [path.name for path in sorted(self._folder.glob("*.safetensors"))]
-            self._file_of = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
-        if not self._file_of:
-            why, expected = "no weights in it", "model*.safetensors"
-            raise ConfigError(
-                "initial_weights", folder, why, expected=expected, fix="initial_weights=<such a folder>"
-            )
+        self._stored = self._folder.tensors
 
     def __enter__(self) -> Reader:
         return self
@@ -83,25 +69,24 @@ class Reader:
 
     @property
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._stored)
 
     def get(self, name: str) -> Tensor:
         """Read one tensor.
 
         Raises:
-            ConfigError: It is missing.
+            ConfigError: It is missing, or holds a value that is not finite.
         """
-        if name not in self._file_of:
-            why = f"the checkpoint has no tensor {name}"
-            raise ConfigError(
-                "initial_weights", self._folder, why, expected="a complete checkpoint", fix="another one"
-            )
-        return self._file(self._file_of[name]).get_tensor(name)
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(self._safe_open(self._folder / name, framework="pt"))
-        return self._open[name]
+        if name not in self._stored:
+            raise self._folder.refused(name, "this tensor is missing")
+        file = self._stored[name].file
+        if file not in self._open:
+            real = self._folder.locate(file)
+            self._open[file] = self._stack.enter_context(self._safe_open(real, framework="pt"))
+        tensor = self._open[file].get_tensor(name)
+        if not torch.isfinite(tensor).all():
+            raise self._folder.refused(name, "holds values that are not finite")
+        return tensor
 
 
 @torch.no_grad()
@@ -115,7 +100,9 @@ def load_huggingface(model: MoETransformer, folder: Path) -> None:
     Raises:
         ConfigError: Another model type, a missing tensor, a tensor we have no place for, or another shape.
     """
-    family = family_of(read_config(folder))
+    theirs_folder = ModelFolder(folder)
+    theirs_folder.check_tensors()
+    family = family_of(theirs_folder.config)
     every_expert = range(model.shape.num_experts)
     with Reader(folder) as reader:
         expected: set[str] = set()
@@ -158,8 +145,9 @@ def write_huggingface(
     config: dict[str, Any],
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    check: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write a folder that `from_pretrained` reads; aside, then renamed.
+    """Write a folder that `from_pretrained` reads; aside, then checked and renamed. Nothing stays of a failure.
 
     Args:
         folder: Must not exist.
@@ -169,12 +157,49 @@ def write_huggingface(
         config: From `config_json`.
         dtype: Of the written weights.
         shard_bytes: Size of a file.
+        check: Told where the finished folder lies before it gets its name; raises what stands against it.
+
+    Raises:
+        ConfigError: `folder` exists, or a weight is not finite in `dtype`.
+    """
+    with written_aside(folder) as partial:
+        _write_weights(partial, names, tensor, shape, FAMILIES[config["model_type"]], dtype, shard_bytes)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        check(partial)
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """A folder to write in that gets the name `folder` at the end, and is removed if something fails before.
+
+    Raises:
+        ConfigError: `folder` exists.
     """
     if folder.exists():
-        raise ConfigError("out", folder, "it exists", expected="a new folder", fix="out=<a new folder>")
+        raise ConfigError("out", printable(folder), "it exists", expected="a new folder", fix="another name")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_weights(
+    partial: Path,
+    names: Iterable[str],
+    tensor: Callable[[str], Tensor],
+    shape: ModelShape,
+    family: Family,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     written: list[list[str]] = []
     size, total = 0, 0
@@ -189,8 +214,11 @@ def write_huggingface(
 
     for name in names:
         ours = tensor(name)
-        for piece in _pieces(name, shape, FAMILIES[config["model_type"]], range(shape.num_experts)):
+        for piece in _pieces(name, shape, family, range(shape.num_experts)):
             theirs = piece.take(ours).to(dtype)
+            if not torch.isfinite(theirs).all():
+                why = f"{piece.name} holds values that are not finite in {dtype}"
+                raise ConfigError("dtype", dtype, why, expected="finite weights", fix="--dtype float32")
             nbytes = theirs.numel() * theirs.element_size()
             if size and size + nbytes > shard_bytes:
                 flush()
@@ -199,11 +227,6 @@ def write_huggingface(
             size, total = size + nbytes, total + nbytes
     flush()
     _name_shards(partial, written, total)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    partial.rename(folder)
 
 
 def _name_shards(folder: Path, written: list[list[str]], total: int) -> None:

@@ -6,13 +6,10 @@ from pathlib import Path
 
 from sidestream.config.errors import ConfigError
 from sidestream.convert.huggingface import load_huggingface
+from sidestream.convert.start import is_checkpoint
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.weights import load_weights
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether this is a checkpoint folder of ours (torch's distributed format)."""
-    return (folder / ".metadata").is_file()
+from sidestream.tracking.integrity import Damaged
 
 
 def load_before_sharding(model: MoETransformer, folder: Path) -> None:
@@ -26,6 +23,11 @@ def load_after_sharding(model: MoETransformer, folder: Path) -> None:
     if is_checkpoint(folder):
         try:
             load_weights(model, folder)
+        except Damaged as error:
+            why, fix = str(error), "initial_weights=<a whole checkpoint>"
+            raise ConfigError(
+                "initial_weights", folder, why, expected="a whole checkpoint", fix=fix
+            ) from error
         except ValueError as error:
             why, fix = str(error), "model=<that of the checkpoint>"
             raise ConfigError("initial_weights", folder, why, expected="the same model", fix=fix) from error

@@ -140,7 +140,7 @@ class PackedPlan:
             experts = route_counts(ids, self.spec.num_experts)
             counts = torch.cat([counts, experts.view(num_ranks, -1)], dim=1)
         self._sent_RC, self._received_RC = counts.contiguous(), torch.empty_like(counts)
-        self._ticket, ones = new_ticket(), torch.ones(num_ranks, dtype=torch.int64)
+        self._ticket, ones = new_ticket(self.layer), torch.ones(num_ranks, dtype=torch.int64)
         tag = "dispatch.counts"
         start_(self._received_RC, self._sent_RC, ones, ones, self.channel.id, self._ticket, tag)
 
@@ -365,8 +365,8 @@ class PackedDispatcher:
         ids = WithIds(plan.row_ids())
         weights_NJ = plan.row_weights()
         rows_NH = tokens_to_slots(x, plan.pack, top_k=plan.columns)
-        routes = Transfer(channel, sizes.send, sizes.recv, "dispatch.routes", codec=ids)
-        rows = Transfer(channel, sizes.send, sizes.recv, "dispatch", codec=self.codec)
+        routes = Transfer(channel, sizes.send, sizes.recv, "dispatch.routes", plan.layer, codec=ids)
+        rows = Transfer(channel, sizes.send, sizes.recv, "dispatch", plan.layer, codec=self.codec)
         routes_token = routes.start(weights_NJ, num_received=sizes.num_received)
         rows_token = rows.start(rows_NH, num_received=sizes.num_received)
         return _PendingReceived(plan, (rows, rows_token), (routes, ids, routes_token))
@@ -378,7 +378,7 @@ class PackedDispatcher:
         if channel.size == 1:
             return _PendingCombined(plan, None, summed_NH)
         sizes = plan.sizes
-        transfer = Transfer(channel, sizes.recv, sizes.send, "combine", backward_codec=self.codec)
+        transfer = Transfer(channel, sizes.recv, sizes.send, "combine", plan.layer, backward_codec=self.codec)
         return _PendingCombined(plan, transfer, transfer.start(summed_NH, num_received=sizes.num_sent))
 
     def needed(self) -> Tensor | None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sidestream.exchange.ops import Channel, Span, new_ticket
+from sidestream.launch import phase
 
 CallFn = Callable[[list[Tensor], list[Tensor]], Any]
 """`fn(outs, ins)` fills `outs`, or gives them memory with `adopt`. What it returns stays alive until the wait."""
@@ -186,6 +187,7 @@ def _call(outs: list[Tensor], ins: list[Tensor], channel: int, call: int, ticket
     ch, fn = _channels[channel], _fns[call]
     if ch.on_start is not None:
         ch.on_start(tag)
+    phase.beat(tag)
     flight = _Flight(outs, ins, tag, time.monotonic())
 
     def run() -> None:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.exchange.link import Link, NativeLink
+from sidestream.launch import phase
+from sidestream.launch.waiting import LostExchange
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,17 @@ class Channel:
     id: int = -1
     size: int = 1
     rank: int = 0
+    members: str = ""
+    ranks: list[int] = field(default_factory=list)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.group is not None:
             self.size = dist.get_world_size(self.group)
             self.rank = dist.get_rank(self.group)
+            self.ranks = dist.get_process_group_ranks(self.group)
+            kind = self.group.group_desc.removeprefix("undefined")
+            self.members = f"{kind} group, ranks {', '.join(map(str, self.ranks))}".lstrip()
         self.id = next(_channel_ids)
         _channels[self.id] = self
 
@@ -104,9 +111,15 @@ _channels: dict[int, Channel] = {}
 _tickets = itertools.count()
 
 
-def new_ticket() -> int:
-    """Return a number that pairs one `start_` with one `wait_`."""
-    return next(_tickets)
+def new_ticket(layer: int | None = None) -> int:
+    """Return a number that pairs one `start_` with one `wait_`, and knows the MoE layer, if told.
+
+    In the number, so that a recording that repeats the pair knows it too.
+    """
+    return next(_tickets) * _LAYERS + (0 if layer is None else 1 + layer % (_LAYERS - 1))
+
+
+_LAYERS = 1 << 16
 
 
 # A plain library definition: `torch.library.custom_op` costs about 60 us more per call.
@@ -139,6 +152,7 @@ def _start(
     ch = _channels[channel]
     if ch.on_start is not None:
         ch.on_start(tag)
+    phase.beat(tag)
     send, recv = send_counts.tolist(), recv_counts.tolist()
     if sum(send) > x.shape[0] or sum(recv) > out.shape[0]:
         raise ValueError(
@@ -179,6 +193,7 @@ def _sum(x: Tensor, channel: int, ticket: int, tag: str) -> None:
     ch = _channels[channel]
     if ch.on_start is not None:
         ch.on_start(tag)
+    phase.beat(tag)
     issued = time.monotonic()
     work = dist.all_reduce(x, group=ch.group, async_op=True) if ch.size > 1 else None
     ch._in_flight[ticket] = _InFlight(work, x, x, None, tag, issued, 0, 0)
@@ -196,7 +211,12 @@ def _wait(out: Tensor, channel: int, ticket: int) -> None:
     if ch.on_wait is not None:
         ch.on_wait(flight.tag)
     if flight.work is not None:
-        flight.work.wait()
+        try:
+            flight.work.wait()
+        except RuntimeError as error:
+            layer = ticket % _LAYERS - 1
+            where = flight.tag if layer < 0 else f"{flight.tag} of MoE layer {layer}"
+            raise LostExchange(where, ch.members, ch.ranks, str(error)) from error
     if flight.due is not None and (rest := flight.due - time.monotonic()) > 0:
         time.sleep(rest)
     if ch.spans is not None:

@@ -44,6 +44,7 @@ class Transfer:
         send_counts: `[ranks]` int64, host.
         recv_counts: `[ranks]` int64, host.
         tag: Name in spans and order logs; the reverse transfer is `tag + ".backward"`.
+        layer: MoE layer, for errors.
         codec: Of the rows, in forward.
         backward_codec: Of their gradient, in backward.
     """
@@ -52,6 +53,7 @@ class Transfer:
     send_counts: Tensor
     recv_counts: Tensor
     tag: str
+    layer: int | None = None
     codec: Codec | None = None
     backward_codec: Codec | None = None
     _ticket: int = -1
@@ -79,7 +81,7 @@ class _Start(torch.autograd.Function):
         ctx.transfer, ctx.dtype = transfer, x.dtype
         t = transfer
         wire = t.codec.encode(x) if t.codec is not None else x.contiguous()
-        t._ticket, t._out = new_ticket(), wire.new_empty((num_received, *wire.shape[1:]))
+        t._ticket, t._out = new_ticket(t.layer), wire.new_empty((num_received, *wire.shape[1:]))
         start_(t._out, wire, t.send_counts, t.recv_counts, t.channel.id, t._ticket, t.tag)
         return x.new_empty(()).expand(x.shape)
 
@@ -105,7 +107,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         t = ctx.transfer
         wire = t.backward_codec.encode(grad) if t.backward_codec is not None else grad.contiguous()
-        t._reverse_ticket = new_ticket()
+        t._reverse_ticket = new_ticket(t.layer)
         t._reverse_out = out = wire.new_empty((ctx.sent_shape[0], *wire.shape[1:]))
         tag = f"{t.tag}.backward"
         start_(out, wire, t.recv_counts, t.send_counts, t.channel.id, t._reverse_ticket, tag)

@@ -1,7 +1,11 @@
 """Which rank's error is the cause, and telling the user. Each failing rank leaves `<run>/failures/rankN.json`."""
 
+import contextlib
+import errno
 import json
+import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -11,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sidestream.config.errors import ConfigError, PlainError
+from sidestream.launch import waiting
+from sidestream.launch.phase import Phase
 from sidestream.launch.record import LAUNCH, Launch
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import Status, minimal_failed_result
@@ -18,7 +24,8 @@ from sidestream.tracking.result import Status, minimal_failed_result
 # What the other ranks see when one goes away: true, but not the cause.
 _FOLLOW_UP = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out|recvvalue failed|failed to recv"
-    r"|remote process (has )?(exited|terminated)|no route to host|connectFullMesh|NCCL communicator was aborted",
+    r"|remote process (has )?(exited|terminated)|no route to host|connectFullMesh|NCCL communicator was aborted"
+    r"|PeerLost|no answer within",
     re.IGNORECASE,
 )
 
@@ -53,18 +60,24 @@ def clear(folder: Path) -> None:
 def record(folder: Path, *, rank: int, error: BaseException) -> Failure:
     """Leaves the error of this rank where the starting process finds it."""
     config = isinstance(error, ConfigError)
-    plain = config or isinstance(error, PlainError)
-    line = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
+    waited = waiting.explain(error)
+    line = traceback.format_exception_only(error)[-1].strip()
+    if config or isinstance(error, PlainError):
+        line = str(error)
     text = "" if isinstance(error, PlainError) else "".join(traceback.format_exception(error))
-    failure = Failure(rank, time.time(), " ".join(line.split()), text, config)
-    with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
-        log.write(text)
-    (folder / "failures").mkdir(parents=True, exist_ok=True)
-    write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    shown = "" if waited is not None or full else text
+    failure = Failure(rank, time.time(), " ".join((waited or line).split()), shown, config)
+    # Where nothing can be written any more, the exit code and what is printed have to do.
+    with contextlib.suppress(OSError):
+        with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
+            log.write(text)
+        (folder / "failures").mkdir(exist_ok=True)  # not `parents`: a folder that was removed stays so
+        write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
     return failure
 
 
-def died(folder: Path, *, rank: int, returncode: int) -> Failure:
+def died(folder: Path, rank: int, returncode: int, where: Phase) -> Failure:
     """Describes a rank that ended without recording why."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
@@ -72,7 +85,19 @@ def died(folder: Path, *, rank: int, returncode: int) -> Failure:
         error = f"killed by {name}{hint}"
     else:
         error = f"ended with exit code {returncode} and no traceback"
+    return Failure(rank, time.time(), f"{error}, in: {where}; see {folder / f'rank{rank}.log'}")
+
+
+def silent(folder: Path, rank: int, seconds: float, where: Phase, *, stopped: bool) -> Failure:
+    """Describes a rank that was given up."""
+    how = "stopped by a signal" if stopped else "no sign of life"
+    error = f"{how} for {seconds:.0f} s, in: {where}; ended"
     return Failure(rank, time.time(), f"{error}; see {folder / f'rank{rank}.log'}")
+
+
+def any_recorded(folder: Path) -> bool:
+    """Whether a rank has recorded an error."""
+    return (folder / "failures").is_dir() and any((folder / "failures").glob("rank*.json"))
 
 
 def recorded(folder: Path) -> list[Failure]:
@@ -88,6 +113,9 @@ def cause(failures: list[Failure]) -> Failure:
 
 def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = False) -> int:
     """Shows a failure on stderr, writes result.json and returns the exit code."""
+    if not folder.is_dir():
+        print(f"error: the run folder was removed while the run wrote in it: {folder}", file=sys.stderr)
+        return 1
     if failure.traceback and (debug or not failure.config):
         where = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the run"
         print(f"{where} failed in {folder}:\n{failure.traceback}", file=sys.stderr)
@@ -97,8 +125,33 @@ def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = Fal
     return 2 if failure.config else 1
 
 
+def interrupted(folder: Path, why: str | None = None) -> None:
+    """Completes result.json of a run that was asked to stop, and says how to go on with it.
+
+    Args:
+        why: One line if it did not stop by itself.
+    """
+    found = RunFolder(folder).read_result() or {}
+    if why is not None or found.get("status") != "interrupted":
+        write_result(folder, error=why or "stopped before the first step", status="interrupted")
+    if why is not None:
+        print(f"error: {why}", file=sys.stderr)
+    print(f"interrupted; {how_to_go_on(folder)}", file=sys.stderr, flush=True)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Says what to type to go on with a run that has ended early."""
+    from sidestream.launch.arguments import quoted  # imports Hydra, which a rank does without
+
+    if not any((folder / "checkpoints").glob("step-*/")):
+        return "there is no checkpoint yet: start it again"
+    place = os.path.relpath(folder)
+    plain = re.fullmatch(r"[\w./-]+", place, re.ASCII) is not None
+    return f"go on with: python train.py {'resume=' + place if plain else shlex.quote('resume=' + quoted(place))}"
+
+
 def write_result(folder: Path, *, error: str, status: Status) -> None:
-    """Completes result.json for a run that could not do so itself."""
+    """Completes result.json for a run that could not do so itself, where something can be written."""
     launch = Launch.load(folder) if (folder / LAUNCH).exists() else None
     run = RunFolder(folder)
     result = minimal_failed_result(
@@ -109,4 +162,5 @@ def write_result(folder: Path, *, error: str, status: Status) -> None:
         choices=launch.choices if launch else None,
         world_size=launch.layout.world_size if launch else None,
     )
-    run.write_result(result)
+    with contextlib.suppress(OSError):
+        run.write_result(result)

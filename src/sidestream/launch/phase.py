@@ -22,18 +22,20 @@ LOADING = "loading the checkpoint"
 TRAINING = "training"
 VALIDATING = "validating"
 SAVING = "saving a checkpoint"
+SAMPLING = "writing a sample"  # eval.py only
 FINISHING = "finishing"
+UPLOADING = "finishing the loggers"
 LEAVING = "leaving"
 
 BEFORE_TRAINING = (STARTING, READING, BUILDING, MEETING, LOADING)  # a stop here leaves nothing that is lost
 GRACE = 15.0  # seconds beyond the time-out of the groups, whose own error says more
 
 # Seconds without a sign of life that are allowed at least: nobody waits in a group there, and disks are slow.
-_AT_LEAST = {STARTING: 120.0, READING: 600.0, BUILDING: 600.0, LOADING: 600.0, FINISHING: 300.0}
+_AT_LEAST = {STARTING: 120.0, READING: 600.0, BUILDING: 600.0, LOADING: 600.0, UPLOADING: 600.0}
 _LEAVING = 30.0
 
-# turn (odd while it is written), beats, step, entered, time-out, name, what it does
-_LAYOUT = struct.Struct("<QQqdd48s96s")
+# turn (odd while it is written), beats, step, process, entered, time-out, name, what it does
+_LAYOUT = struct.Struct("<QQqqdd48s96s")
 _BEATS = struct.Struct("<Q")
 _NO_STEP = -1
 
@@ -49,6 +51,7 @@ class Phase:
         beats: Signs of life so far, equal on ranks that have done the same.
         entered: `time.monotonic()` at which it began, the same clock in all processes of a machine.
         timeout: Of the groups, in seconds.
+        pid: Of the rank's process; 0 before it has said anything.
     """
 
     name: str = STARTING
@@ -57,20 +60,23 @@ class Phase:
     beats: int = 0
     entered: float = 0.0
     timeout: float = 0.0
+    pid: int = 0
 
     @property
     def limit(self) -> float:
         """Seconds without a sign of life after which a rank is given up."""
         return _LEAVING if self.name == LEAVING else max(self.timeout + GRACE, _AT_LEAST.get(self.name, 0.0))
 
-    def __str__(self) -> str:
-        """`training step 12 (dispatch)`, `reading the data`."""
+    @property
+    def place(self) -> str:
+        """`training step 12`, `validating at step 12`, `reading the data`."""
         if self.step is None:
             return self.name
-        where = (
-            f"{self.name} step {self.step}" if self.name == TRAINING else f"{self.name} at step {self.step}"
-        )
-        return f"{where} ({self.doing})" if self.doing else where
+        return f"{self.name} {'' if self.name == TRAINING else 'at '}step {self.step}"
+
+    def __str__(self) -> str:
+        """The place, and what it did last: `training step 12 (dispatch)`."""
+        return f"{self.place} ({self.doing})" if self.doing else self.place
 
 
 _memory: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
@@ -85,12 +91,13 @@ def open_file(scratch: Path | None, rank: int) -> None:
     """
     global _memory
     _memory = bytearray(_LAYOUT.size)
+    now = replace(_now, entered=_now.entered or time.monotonic(), pid=os.getpid())
     if scratch is not None:
         with contextlib.suppress(OSError), _file(scratch, rank).open("w+b") as file:
             file.write(bytes(_LAYOUT.size))  # written, not only reserved: a full disk would be a SIGBUS later
             file.flush()
             _memory = mmap.mmap(file.fileno(), _LAYOUT.size)
-    _write(_now)
+    _write(now)
 
 
 def enter(name: str, *, step: int | None = None) -> None:
@@ -132,9 +139,10 @@ def read(scratch: Path, rank: int) -> Phase:
                 break
     if len(found) < _LAYOUT.size:
         return Phase()
-    _, beats, step, entered, timeout, name, doing = _LAYOUT.unpack(found)
-    text = [part.rstrip(b"\0").decode("utf-8", "replace") for part in (name, doing)]
-    return Phase(text[0] or STARTING, None if step == _NO_STEP else step, text[1], beats, entered, timeout)
+    _, beats, number, pid, entered, timeout, *texts = _LAYOUT.unpack(found)
+    name, doing = (text.rstrip(b"\0").decode("utf-8", "replace") for text in texts)
+    step = None if number == _NO_STEP else number
+    return Phase(name or STARTING, step, doing, beats, entered, timeout, pid)
 
 
 def others(world_size: int) -> dict[int, Phase]:
@@ -151,7 +159,7 @@ def _write(phase: Phase) -> None:
     step = _NO_STEP if phase.step is None else phase.step
     texts = phase.name.encode()[:48], phase.doing.encode()[:96]
     _BEATS.pack_into(_memory, 0, turn)
-    _LAYOUT.pack_into(_memory, 0, turn, _beats, step, phase.entered, phase.timeout, *texts)
+    _LAYOUT.pack_into(_memory, 0, turn, _beats, step, phase.pid, phase.entered, phase.timeout, *texts)
     _BEATS.pack_into(_memory, 0, turn + 1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.config.errors import ConfigError
-from sidestream.launch.processes import PARENT, Signals, kill_group, send
+from sidestream.launch.processes import AT_ONCE, PARENT, Signals, kill_group, send
 from sidestream.launch.worker import available_cores
 from sidestream.tracking.sweep import Job
 
@@ -63,7 +63,7 @@ def run(
 ) -> None:
     """Runs jobs until the last one has ended, or after a signal, until those that run have ended.
 
-    Every signal is passed on to all jobs that run. A job's output goes to `stdout.log` in its folder.
+    Requests to stop are passed on to all jobs that run. A job's output goes to `stdout.log` in its folder.
 
     Args:
         command: Called when a job's turn has come; makes its folder ready and returns what to start.
@@ -82,7 +82,7 @@ def run(
                 started(running[-1].job)
             for one in list(running):
                 for number in signals.received[one.forwarded :]:
-                    send(one.process, number)
+                    send(one.process, AT_ONCE if one.forwarded else number)
                     one.forwarded += 1
                 if one.process.poll() is not None:
                     running.remove(one)

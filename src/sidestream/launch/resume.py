@@ -1,21 +1,29 @@
 """`resume=<folder>`: goes on with a run in its own folder, from the overrides it was started with."""
 
+import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError, as_typed
-from sidestream.launch import arguments
-from sidestream.launch.record import RESOLVED, Launch
+from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
+from sidestream.launch import arguments, taken
+from sidestream.launch.record import RESOLVED, Launch, load_resolved
+from sidestream.tracking import lock
+from sidestream.tracking.integrity import FOLDER, LEFTOVER, Choice, checkpoints, newest_whole, step_of
+from sidestream.tracking.untrusted import Unreadable, printable, read_json
 
-# What a checkpoint depends on. The seed draws the order of the data.
-FIXED = ("model.", "router.", "balance.", "data.", "seed")
-FREE = ("data.micro_batch_size", "data.cache_dir")  # memory and places only
-IGNORED = ("resume", "debug")
+STRICT = "resume.strict"  # of the command line only: `resume` is the folder itself
+
+_NOT_SAID = ("resume", "debug", "trusted_targets")  # of this command, not of the run
+_ABSENT = object()
+
+
+strict = False  # set by `without_strict`
+chosen: Choice | None = None  # set by `choose`, for the ranks
 
 
 def rewrite(argv: list[str]) -> list[str]:
@@ -39,15 +47,15 @@ def rewrite(argv: list[str]) -> list[str]:
     launch = _launch(folder, value)
     own = [part for part in overrides if arguments.key_of(part) != "resume"]
     set_again = {arguments.key_of(part) for part in own}
-    saved = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    kept = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    saved = taken.take(kept, folder=folder, option="resume")
+    taken.refuse_flags(launch.flags, arguments.config_flags(argv), folder=folder, option="resume")
     place = [
         f"resume={arguments.quoted(folder)}",
         f"hydra.run.dir={arguments.quoted(folder)}",
         "hydra.output_subdir=.hydra/resume",
     ]
-    given = arguments.config_flags(argv)
-    kept = [] if given else launch.flags
-    return [*flags, *kept, *saved, *own, *place]
+    return [*flags, *saved, *own, *place]
 
 
 def _launch(folder: Path, value: str) -> Launch:
@@ -57,40 +65,100 @@ def _launch(folder: Path, value: str) -> Launch:
     except FileNotFoundError as error:
         why = "no run was started in this folder" if folder.is_dir() else "there is no such folder"
         raise ConfigError("resume", value, why, expected=expected, fix="resume=<run folder>") from error
-    if not any((folder / "checkpoints").glob("step-*/")):
+    except Unreadable as error:
+        fix = "resume=<run folder>"
+        raise ConfigError("resume", value, str(error), expected=expected, fix=fix) from error
+    if not any((folder / FOLDER).glob("step-*")):
         why = "the run has no checkpoint yet"
         raise ConfigError("resume", value, why, expected=expected, fix="run it again from the start")
     return launch
 
 
-def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout) -> list[str]:
+def without_strict(argv: list[str]) -> list[str]:
+    """Takes `resume.strict=` out of a command line and keeps its value.
+
+    Raises:
+        ConfigError: it is neither true nor false, or nothing is resumed.
+    """
+    global strict
+    given = [part for part in argv if arguments.key_of(part) == STRICT]
+    value = arguments.value_of(given[-1]).lower() if given else "false"
+    if value not in ("true", "false"):
+        why = "neither true nor false"
+        raise ConfigError(STRICT, value, why, expected="true or false", fix=f"{STRICT}=true")
+    resumes = any(arguments.key_of(part) in ("resume", "resume_sweep") for part in argv)
+    if given and not resumes:
+        why = "nothing is resumed"
+        raise ConfigError(
+            STRICT, value, why, expected="resume=<run folder> beside it", fix=f"remove {STRICT}"
+        )
+    strict = value == "true"
+    return [part for part in argv if part not in given]
+
+
+def choose(folder: Path) -> Choice:
+    """Takes a run folder for this process, and finds the checkpoint to go on from.
+
+    Raises:
+        ConfigError: Another process has the folder; no checkpoint is whole; one is damaged and `resume.strict=true`.
+    """
+    global chosen
+    lock.hold(folder, key="resume")
+    chosen = newest_whole(folder, key="resume", strict=strict)
+    return chosen
+
+
+def clear_up(folder: Path, passed: list[Path]) -> None:
+    """Removes what killed saves left, and moves damaged checkpoints out of the way of those that will be written.
+
+    Args:
+        passed: See `Choice.passed`.
+    """
+    for path in (folder / FOLDER).glob(".step-*"):
+        if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+    for path in passed:
+        names = (path.with_name(f".{path.name}.damaged-{n}") for n in itertools.count())
+        path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run has ended by itself: trained, validated, its result written."""
+    try:
+        return read_json(folder / "result.json", inside=folder).get("status") == "finished"
+    except Unreadable:
+        return False
+
+
+def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: int | None = None) -> list[str]:
     """Compares a resolved config with the one the run had.
+
+    Args:
+        done: Steps in the checkpoint that is taken; None: in the newest one.
 
     Returns:
         One line per changed key, and per consequence the user should know.
 
     Raises:
-        ConfigError: the change would make the checkpoint another model's or another data order's.
+        ConfigError: the contract refuses a change (`config/resume_contract.py`).
     """
-    old = dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / RESOLVED)), ""))
+    try:
+        old = dict(_flat(load_resolved(folder), ""))
+    except Unreadable as error:
+        fix = "start a new run without resume="
+        raise ConfigError("resume", folder, str(error), expected="the config of the run", fix=fix) from None
     now = dict(_flat(new, ""))
-    lines = []
-    for key in dict.fromkeys([*old, *now]):
-        before, after = old.get(key), now.get(key)
-        if before == after or key in IGNORED:
-            continue
-        if key.startswith(FIXED) and key not in FREE:
-            why = f"was {as_typed(before)} when the run started; a resumed run keeps its model and data"
-            raise ConfigError(key, after, why, expected=as_typed(before), fix=f"{key}={as_typed(before)}")
-        lines.append(f"resume: {key} {as_typed(before)} -> {as_typed(after)}")
-    if old["trainer.max_steps"] != now["trainer.max_steps"] and _decays(now):
+    lines = [line for key in _changed(old, now) if (line := _change(key, old, now))]
+    if old.get("trainer.max_steps") != now["trainer.max_steps"] and _decays(now):
         lines.append(
             "resume: the learning rate depends on trainer.max_steps, so this is no longer bit-identical to a run "
             f"started with trainer.max_steps={now['trainer.max_steps']}"
         )
-    saved = (folder / "checkpoints").glob("step-*/")
-    done = max((int(path.name.removeprefix("step-")) for path in saved), default=0)
-    if done >= now["trainer.max_steps"]:
+    if done is None:
+        done = max((step_of(path) for path in checkpoints(folder)), default=0)
+    if done == now["trainer.max_steps"] and not is_finished(folder):
+        lines.append(f"resume: all {done} steps are trained; what is missing behind the last one is done now")
+    elif done >= now["trainer.max_steps"]:
         why = f"the run has {done} steps already"
         expected, fix = f"more than {done}", f"trainer.max_steps={2 * done}"
         raise ConfigError("trainer.max_steps", now["trainer.max_steps"], why, expected=expected, fix=fix)
@@ -99,6 +167,34 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout) -> list[
         if getattr(started, name) != getattr(layout, name):
             lines.append(f"resume: {name} {getattr(started, name)} -> {getattr(layout, name)}")
     return lines
+
+
+def _changed(old: Flat, now: Flat) -> list[str]:
+    """Keys with another value; of a group whose option is another, that first, and no key that only one of them has."""
+    keys = [key for key in dict.fromkeys([*old, *now]) if old.get(key, _ABSENT) != now.get(key, _ABSENT)]
+    options = [key for key in keys if key.endswith("._target_")]
+    groups = {key.partition(".")[0] for key in options}
+    kept = [key for key in keys if key.partition(".")[0] not in groups or (key in old and key in now)]
+    return list(dict.fromkeys([*options, *kept]))
+
+
+def _change(key: str, old: Flat, now: Flat) -> str | None:
+    """Returns the line that reports a change; None where there is nothing to say.
+
+    Raises:
+        ConfigError: the contract refuses it.
+    """
+    rule = rule_of(key, old, now)
+    before, after = (printable(as_typed(flat[key])) if key in flat else "absent" for flat in (old, now))
+    if key not in old and key in RULES:
+        rule = Rule("changes", "", said="the run is from a version without this key")
+    if rule.kind == "refused":
+        why = f"was {before} when the run started, and does not change in a resume: {rule.why}"
+        fix = f"{key}={before}" if key in old else f"remove {key}"
+        raise ConfigError(key, now.get(key), why, expected=before, fix=fix)
+    if key in _NOT_SAID:
+        return None
+    return f"resume: {key} {before} -> {after}" + (f" ({rule.said})" if rule.said else "")
 
 
 def keep_previous(folder: Path) -> None:

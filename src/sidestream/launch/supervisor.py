@@ -6,37 +6,50 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sidestream.config.compatibility import Layout
-from sidestream.launch import failures, phase
+from sidestream.launch import failures, phase, status, stopping
+from sidestream.launch.phase import Phase
 from sidestream.launch.processes import PARENT, Signals, kill_group, send
 from sidestream.launch.scratch import scratch
-from sidestream.launch.stopping import SECONDS_TO_STOP
+from sidestream.launch.silence import Silence
 from sidestream.launch.worker import STORE
 
-STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # after a common step
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # after a common step, or before the first
 DIED_OF_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # before it could listen
 SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to record what they saw
+SECONDS_AFTER_END = 60.0  # of silence, for the others once the first rank has ended well
 _POLL_SECONDS = 0.05
 
 
 @dataclass
 class Rank:
-    """A started rank and, once it has ended, how."""
+    """A started rank and, once it has ended, how.
+
+    Attributes:
+        killed: By us.
+        phase: Where it was seen last.
+        silent: Seconds without a sign of life after which it was given up.
+        stopped: By SIGSTOP or a debugger, when it was given up.
+    """
 
     number: int
     process: subprocess.Popen
     returncode: int | None = None
-    killed: bool = False  # by us
+    killed: bool = False
+    phase: Phase = field(default_factory=Phase)
+    silent: float | None = None
+    stopped: bool = False
 
 
 def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
     """Runs all ranks of a run whose `.hydra/` is written, until the last one has ended.
 
-    The first rank that fails takes the others down. SIGTERM and SIGINT are passed on once, then the ranks have
-    `SECONDS_TO_STOP` to stop at a common step; a second signal kills them.
+    The first rank that fails takes the others down, and so does one that gives no sign of life for as long as its
+    phase allows. A request to stop (SIGTERM, SIGINT) is passed on, and the ranks stop at a common step; a second one
+    kills them. A rank that somebody else asked to stop takes the others with it.
 
     Returns:
         The exit code of the run: 0, 1, 2, 143 or 130.
@@ -47,8 +60,10 @@ def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
         try:
             for number in range(layout.world_size):
                 ranks.append(_start(folder, number, layout=layout, store=shared / "store"))
-            _watch(ranks, signals)
+            status.follow(lambda: status.of_ranks([phase.read(shared, rank.number) for rank in ranks]))
+            _Watch(folder, ranks, signals, shared).until_the_end()
         finally:
+            status.end()
             for rank in ranks:
                 kill_group(rank.process)
         return _conclude(folder, ranks, signals, debug=debug)
@@ -70,8 +85,8 @@ def rank_environment(layout: Layout, *, rank: int, store: Path) -> dict[str, str
 
 
 def import_path() -> str:
-    """Returns PYTHONPATH for a child that imports what this process can import: the user's package too."""
-    paths = [*sys.path[:1], os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    """Returns PYTHONPATH for a child that imports what this process can import, but for what lies in this folder."""
+    paths = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.pathsep.join(dict.fromkeys(path for path in paths if path))
 
 
@@ -82,7 +97,7 @@ def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> Rank:
         "PYTHONPATH": import_path(),
         PARENT: str(os.getpid()),
     }
-    command = [sys.executable, "-m", "sidestream.launch.worker", "--folder", str(folder)]
+    command = [sys.executable, "-P", "-m", "sidestream.launch.worker", "--folder", str(folder)]
     with contextlib.ExitStack() as stack:
         log = None if number == 0 else stack.enter_context((folder / f"rank{number}.log").open("ab"))
         # A session of its own: Ctrl-C reaches the ranks through us, once, and we can end all they started.
@@ -97,41 +112,93 @@ def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> Rank:
     return Rank(number, process)
 
 
-def _watch(ranks: list[Rank], signals: Signals) -> None:
-    """Returns when every rank has ended by itself or been killed."""
-    deadline = float("inf")
-    forwarded = False
-    while True:
-        running = [rank for rank in ranks if rank.returncode is None]
+class _Watch:
+    """Follows ranks until each has ended by itself or been killed."""
+
+    def __init__(self, folder: Path, ranks: list[Rank], signals: Signals, shared: Path) -> None:
+        self._folder, self._ranks, self._signals, self._shared = folder, ranks, signals, shared
+        self._silence = Silence(
+            lambda: {rank.number: phase.read(shared, rank.number) for rank in self._running},
+            lambda: {rank.number: rank.process.pid for rank in self._running},
+        )
+        self._deadline = float("inf")
+        self._asked: float | None = None  # when
+        self._first_end: float | None = None  # with 0
+
+    @property
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.returncode is None]
+
+    def until_the_end(self) -> None:
+        while self._running:
+            for rank in self._running:
+                rank.returncode = rank.process.poll()
+                if rank.returncode is not None:
+                    self._ended(rank, rank.returncode)
+            if self._deadline == float("inf") and failures.any_recorded(self._folder):
+                # It may need long to end: a library waits for what is under way.
+                self._deadline = time.monotonic() + SECONDS_AFTER_FAILURE
+            if self._signals.received and self._asked is None:
+                now = phase.read(self._shared, 0)
+                print(stopping.answer(now), file=sys.stderr, flush=True)
+                self._ask(self._signals.received[0])
+            self._silence.look()
+            if time.monotonic() >= self._deadline or len(self._signals.received) > 1 or self._given_up():
+                self._kill()
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _ended(self, rank: Rank, code: int) -> None:
+        now = time.monotonic()
+        rank.phase = phase.read(self._shared, rank.number)
+        if code == 0:
+            self._first_end = self._first_end or now
+        elif code in (*STOPPED, *DIED_OF_REQUEST):
+            self._ask(code % 128 if code > 0 else -code)
+        else:
+            self._deadline = min(self._deadline, now + SECONDS_AFTER_FAILURE)
+
+    def _ask(self, number: int) -> None:
+        """Passes a request on, once."""
+        if self._asked is not None:
+            return
+        self._asked, self._silence.seconds = time.monotonic(), 0.0
+        for rank in self._running:
+            # Before it listens, SIGINT would be a traceback.
+            listens = phase.read(self._shared, rank.number).entered
+            send(rank.process, number if listens else signal.SIGTERM)
+
+    def _given_up(self) -> bool:
+        silence, running = self._silence, self._running
+        limit = silence.limit
+        if self._asked is not None:
+            if not stopping.overdue(silence, asked=self._asked):
+                return False
+        elif self._first_end is not None:
+            names = {now.name for now in silence.phases.values()}
+            if phase.UPLOADING not in names:
+                limit = min(limit, SECONDS_AFTER_END)
+            spinning = names == {phase.LEAVING} and time.monotonic() - self._first_end > 2 * SECONDS_AFTER_END
+            if silence.seconds <= limit and not spinning:
+                return False
+        elif silence.seconds <= limit:
+            return False
         for rank in running:
-            rank.returncode = rank.process.poll()
-            if rank.returncode is None or rank.returncode == 0:
-                continue
-            patience = SECONDS_TO_STOP if rank.returncode in STOPPED else SECONDS_AFTER_FAILURE
-            deadline = min(deadline, time.monotonic() + patience)
-        running = [rank for rank in running if rank.returncode is None]
-        if not running:
-            return
-        if signals.received and not forwarded:
-            forwarded = True
-            deadline = min(deadline, time.monotonic() + SECONDS_TO_STOP)
-            for rank in running:
-                send(rank.process, signals.received[0])
-        if time.monotonic() >= deadline or len(signals.received) > 1:
-            _kill(running)
-            return
-        time.sleep(_POLL_SECONDS)
+            if rank.number in silence.culprits():
+                rank.silent, rank.stopped = silence.seconds, rank.number in silence.stopped
+        return True
 
-
-def _kill(running: list[Rank]) -> None:
-    for rank in running:
-        if hasattr(signal, "SIGUSR1"):
-            send(rank.process, signal.SIGUSR1)  # writes where it hangs to its log
-    time.sleep(0.2)
-    for rank in running:
-        rank.killed = True
-        kill_group(rank.process)
-        rank.returncode = rank.process.returncode
+    def _kill(self) -> None:
+        running = self._running
+        for rank in running:
+            rank.phase = phase.read(self._shared, rank.number)
+            if hasattr(signal, "SIGUSR1"):
+                send(rank.process, signal.SIGUSR1)  # writes where it hangs to its log
+        time.sleep(0.2)
+        for rank in running:
+            rank.killed = rank.process.poll() is None
+            kill_group(rank.process)
+            rank.returncode = rank.process.returncode
 
 
 def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool) -> int:
@@ -140,8 +207,14 @@ def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool)
     for rank in ranks:
         ended_badly = rank.returncode not in (0, *STOPPED, *DIED_OF_REQUEST) and not rank.killed
         if ended_badly and rank.number not in explained:
-            found.append(failures.died(folder, rank=rank.number, returncode=rank.returncode or 0))
+            found.append(failures.died(folder, rank.number, rank.returncode or 0, rank.phase))
     stopped = bool(signals.received) or any(r.returncode in (*STOPPED, *DIED_OF_REQUEST) for r in ranks)
+    if not stopped:
+        found += [
+            failures.silent(folder, rank.number, rank.silent, rank.phase, stopped=rank.stopped)
+            for rank in ranks
+            if rank.silent is not None
+        ]
     own_failures = [failure for failure in found if not (stopped and failure.follows_another)]
     if own_failures:
         return failures.report(folder, failures.cause(found), world_size=len(ranks), debug=debug)
@@ -160,11 +233,11 @@ def _interrupted(folder: Path, ranks: list[Rank], signals: Signals) -> int:
         request = next(
             code % 128 if code > 0 else -code for code in codes if code in (*STOPPED, *DIED_OF_REQUEST)
         )
-    if any(code not in STOPPED for code in codes):
-        killed = [str(rank.number) for rank in ranks if rank.killed]
-        error = (
-            f"rank {', '.join(killed)} did not stop and was killed" if killed else "stopped while starting"
-        )
-        failures.write_result(folder, error=error, status="interrupted")
-        print(f"error: {error}", file=sys.stderr)
+    why = None
+    if killed := [rank for rank in ranks if rank.killed]:
+        late = [rank for rank in killed if rank.silent is not None] or killed
+        places = ", ".join(f"rank {rank.number} in: {rank.phase}" for rank in late)
+        at_once = len(signals.received) > 1
+        why = f"stopped at once ({places})" if at_once else f"did not stop and was killed ({places})"
+    failures.interrupted(folder, why)
     return 128 + request

@@ -5,16 +5,20 @@ Were every rank to run Hydra, each would evaluate `${now:}` for itself and write
 
 import json
 import os
+import platform
+import signal
+import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import Layout
-from sidestream.launch import failures
+from sidestream.config.errors import ConfigError
+from sidestream.launch import failures, stopping
 from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank
 
@@ -22,9 +26,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What starts a command several times -> how many there are, and which one this is.
+_TASKS = {
+    "srun": ("SLURM_NTASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
+    "mpirun_rsh": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+}
 _KEY = "sidestream/launch"
 _TIMEOUT = timedelta(seconds=120)  # rank 0 composes the config meanwhile, from a slow disk at worst
 _SECONDS_FOR_CAUSE = 1.0
+_SECONDS_OF_ONE_REQUEST = 5.0
 
 store: "Store | None" = None  # for init_process_group; kept alive, rank 0 may be its server
 _published = False
@@ -40,6 +52,57 @@ def follows() -> bool:
     return active() and int(os.environ["RANK"]) > 0
 
 
+def refuse_tasks(argv: list[str]) -> None:
+    """Refuses to be one of several tasks that do not know of each other: each would be a whole run.
+
+    A batch script is one task, whatever was allocated. Of several, the first one explains; the others end in silence.
+
+    Args:
+        argv: What the user typed.
+
+    Raises:
+        ConfigError: in the first task.
+    """
+    for starter, (size, number) in _TASKS.items():
+        tasks, this = os.environ.get(size, ""), os.environ.get(number, "")
+        if (
+            not (tasks.isdigit() and this.isdigit() and int(tasks) > 1)
+            or active()
+            or _is_batch_script(starter)
+        ):
+            continue
+        if int(this) > 0:
+            sys.exit(2)
+        why = f"{starter} started this command {tasks} times, and each would be a run of its own"
+        expected = "one process, which starts the ranks, or torchrun on every node"
+        raise ConfigError(
+            size, tasks, why, expected=expected, fix=f"run {_command(starter, int(tasks), argv)}"
+        )
+
+
+def _is_batch_script(starter: str) -> bool:
+    return (
+        starter == "srun" and "SLURM_STEP_ID" not in os.environ and os.environ.get("ENVIRONMENT") == "BATCH"
+    )
+
+
+def _command(starter: str, tasks: int, argv: list[str]) -> str:
+    from sidestream.launch import arguments  # imports Hydra, which a rank does without
+
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    if starter == "mpirun":
+        nodes = tasks // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", tasks))
+    on_each = ("srun", f"--nodes={nodes}", f"--ntasks={nodes}")
+    if nodes == 1:
+        given = any(part.startswith("trainer.devices=") for part in argv)
+        words = argv if given else [*argv, f"trainer.devices={tasks}"]
+        return arguments.command(words, *(on_each if starter == "srun" else ()), "python")
+    here = os.environ.get("SLURMD_NODENAME") or platform.node()
+    each = ("torchrun", f"--nnodes={nodes}", f"--nproc-per-node={tasks // nodes}", "--rdzv-backend=c10d")
+    where = f"--rdzv-endpoint={here}:29500"
+    return arguments.command(argv, *(on_each if starter == "srun" else ()), *each, where)
+
+
 def world() -> dict[str, Any]:
     """Returns the arguments of `compatibility.check` that torchrun has decided."""
     if not active():
@@ -52,6 +115,7 @@ def world() -> dict[str, Any]:
 
 def follow() -> int:
     """Waits for rank 0's config and trains; returns the exit code. 0 if rank 0 has nothing to train."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would answer when the wait is over
     message = json.loads(_meet().get(_KEY))
     _meet().set(f"{_KEY}/read/{os.environ['RANK']}", "1")
     if not message:
@@ -96,7 +160,15 @@ def _meet() -> "Store":
 def _train(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     env = RankEnv.from_environ("env://")
     folder.mkdir(parents=True, exist_ok=True)  # on another machine
-    code = run_rank(cfg, layout=layout, folder=folder, env=env)
+    stopping.install()
+    # The agent and whoever stops the whole job both send; the agent kills what does not stop.
+    stopping.watch(_give_up, again_after=_SECONDS_OF_ONE_REQUEST, quiet=env.rank > 0)
+    try:
+        code = run_rank(cfg, layout=layout, folder=folder, env=env)
+    except stopping.Stop:
+        code = 128 + (stopping.requested() or signal.SIGTERM)
+    if code > 128 and env.rank == 0:
+        failures.interrupted(folder)
     if code in (1, 2):
         time.sleep(_SECONDS_FOR_CAUSE)  # the rank that caused it may be a moment later
         cause = failures.cause(failures.recorded(folder))
@@ -105,4 +177,9 @@ def _train(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
     return code
 
 
-__all__ = ["active", "follow", "follows", "lead", "release", "store", "world"]
+def _give_up(number: int, why: str) -> NoReturn:
+    print(f"error: rank {os.environ['RANK']}: {why}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+__all__ = ["active", "follow", "follows", "lead", "refuse_tasks", "release", "store", "world"]

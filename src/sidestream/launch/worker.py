@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from sidestream.config import trust
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import failures, phase, stopping
+from sidestream.launch import failures, phase, stopping, terminal
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, load_resolved
@@ -46,27 +46,28 @@ class RankEnv:
         return cls(rank, local_rank, world_size, local_world_size, store or os.environ[STORE])
 
 
-def run_rank(
-    cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv, hard_stop: float | None = None
-) -> int:
+def run_rank(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> int:
     """Trains as one rank of the run, or measures, and returns its exit code; an error is recorded, not raised.
 
     Args:
         cfg: The resolved config.
         folder: The run folder.
-        hard_stop: See `stopping.install`.
 
     Returns:
         0 finished, 2 wrong configuration, 1 failed, 143 or 130 stopped by SIGTERM or SIGINT.
     """
-    stopping.install(hard_stop=hard_stop)
-    _say_phase(cfg, env)
-    _configure_logging(folder, env)
-    _use_cores(cfg.trainer, env)
-    keep_freed_memory()
     try:
+        stopping.install()
+        terminal.outlive()
+        say_phase(env)
+        phase.set_timeout(cfg.strategy.timeout_seconds)
+        _configure_logging(folder, env)
+        _use_cores(cfg.trainer, env)
+        keep_freed_memory()
         result = _job(cfg)(cfg, layout=layout, folder=folder, env=env)
-    except Exception as error:
+    except stopping.Stop:
+        return 128 + (stopping.requested() or signal.SIGTERM)
+    except BaseException as error:  # some libraries raise what is no Exception, such as a panic in Rust
         failures.record(folder, rank=env.rank, error=error)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
@@ -76,14 +77,15 @@ def run_rank(
     return 0
 
 
-def _say_phase(cfg: DictConfig, env: RankEnv) -> None:
-    shared = os.environ.get(phase.SCRATCH)
-    phase.open_file(Path(shared) if shared is not None and env.store != "env://" else None, env.rank)
-    phase.set_timeout(cfg.strategy.timeout_seconds)
+def say_phase(env: RankEnv) -> None:
+    """Lets others see the phase of this rank from now on, where the ranks of a run share a folder."""
+    shared = os.environ.get(phase.SCRATCH) if env.store != "env://" else None
+    phase.open_file(Path(shared) if shared is not None else None, env.rank)
 
 
 def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
     """What every rank calls: training, or what the config of a script puts in its place."""
+    phase.beat("importing Lightning")
     if "measure" in cfg:
         return trust.find("measure._target_", cfg.measure["_target_"], cfg)
     from sidestream.run import train
@@ -112,6 +114,7 @@ def _use_cores(trainer: DictConfig, env: RankEnv) -> None:
     threads = max(1, share) if trainer.threads_per_rank == "auto" else trainer.threads_per_rank
     if trainer.threads_per_rank != "auto" or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        phase.beat("importing torch")
         import torch
 
         torch.set_num_threads(threads)
@@ -128,14 +131,27 @@ def available_cores() -> list[int]:
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
-    stopping.install()  # a request that comes while torch is imported is not lost
+    terminal.outlive()
+    env = RankEnv.from_environ()
+    try:
+        stopping.install()  # a request that comes while torch is imported is not lost
+        say_phase(env)
+        code = _run(env)
+    except stopping.Stop:
+        code = 128 + (stopping.requested() or signal.SIGTERM)
+    sys.exit(code)
+
+
+def _run(env: RankEnv) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     folder = parser.parse_args().folder
     trusted = json.loads(os.environ.get(trust.VARIABLE, "[]"))
+    if trusted:
+        sys.path.append(os.getcwd())  # as in the process that started this one
     cfg = as_config({**load_resolved(folder), trust.KEY: trusted})
     layout = Launch.load(folder).layout
-    sys.exit(run_rank(cfg, layout=layout, folder=folder, env=RankEnv.from_environ()))
+    return run_rank(cfg, layout=layout, folder=folder, env=env)
 
 
 if __name__ == "__main__":

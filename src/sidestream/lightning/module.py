@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from sidestream.convert.initial import load_after_sharding
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
 from sidestream.launch import phase
+from sidestream.lightning.fits import name_of
+from sidestream.lightning.options import ConfiguredOptions
 from sidestream.lightning.recorder import Recorder
 from sidestream.lightning.strategy import ExpertParallelStrategy
 from sidestream.model.initialize import seed_of
@@ -92,6 +95,8 @@ class SidestreamModule(LightningModule):
         self._train_loader = train_loader
         self.stopping = False
         self._restored: dict[str, Any] | None = None
+        self._began = False
+        self.rate = 0.0  # of the last step
         self._val: Tensor | None = None
 
     @property
@@ -117,6 +122,7 @@ class SidestreamModule(LightningModule):
             phase.enter(phase.LOADING)
         # A plain function: LambdaLR would save the attributes of an object, and a resumed run its old max_steps.
         scheduler = LambdaLR(optimizer, lambda step: self._factor(step))
+        self._options = ConfiguredOptions(scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override
@@ -131,24 +137,29 @@ class SidestreamModule(LightningModule):
             data_checksum=recipe.data_checksum,
             overflow=None if self._restored is None else self._restored.get("overflow"),
         )
-        self._set_rate()
+        # What a checkpoint brought of the earlier config gives way to this one.
+        self._options.restore(self._factor(self.global_step))
         self._seed_rank()
-        self.recorder.begin(step=self.global_step)
+        self.recorder.begin(step=self.global_step, share=self.parallel_strategy.broadcast)
+        self._began = True
+        self._validate_if_owed()
 
-    def _set_rate(self) -> None:
-        """A checkpoint has the rate of its own schedule, which may have been of another length."""
-        scheduler: Any = self.lr_schedulers()
-        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs):
-            rate = base * self._factor(self.global_step)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+    def finish(self) -> None:
+        """Do what is left of a run whose checkpoint has all steps; nothing if it was trained just now."""
+        if not self._began:
+            self.on_train_start()
+            self.on_train_end()
+
+    def _validate_if_owed(self) -> None:
+        """Validate at the step of a checkpoint, if the run ended between writing it and validating."""
+        due = self._restored is not None and self.global_step % self.trainer.val_check_interval == 0
+        if due and self.recorder.last_validation != self.global_step:
+            self._validate()
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        lr = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+        self.rate = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
         phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.recorder.start_step()
         report, norm = self.parallel_strategy.run_step(
@@ -161,10 +172,23 @@ class SidestreamModule(LightningModule):
         scheduler.step()  # type: ignore[union-attr, call-arg]
         if self._train_loader is not None:
             self._train_loader.commit(self.global_step)
-        self.recorder.end_step(self.global_step, report, norm, lr=lr)
-        if report.stop and self.global_step < self.trainer.max_steps:
-            self.stopping = True
-            self.trainer.should_stop = True
+        self.recorder.end_step(self.global_step, report, norm, lr=self.rate)
+        if report.stop:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the run behind this step, on all ranks: a checkpoint, and no validation."""
+        self.stopping = True
+        self.trainer.should_stop = True
+        self.trainer.limit_val_batches = 0  # else Lightning validates when it stops
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was asked; the same answer on all. Collective."""
+        asked = torch.tensor(float(self._stop_requested()), device=self.device)
+        if self.trainer.world_size > 1:
+            phase.beat()
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.parallel_strategy.parallel.control)
+        return bool(asked)
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -176,9 +200,17 @@ class SidestreamModule(LightningModule):
         self._val = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add the loss of this rank's share to the sums."""
-        assert self._val is not None
+        """Add the loss of this rank's share to the sums.
+
+        Raises:
+            StopIteration: A rank was asked to stop: Lightning leaves the loop, on all ranks.
+        """
         phase.beat()
+        if self._asked_to_stop():
+            self._stop()
+            self._val = None
+            raise StopIteration
+        assert self._val is not None
         # As in training: memory, and what an expert's capacity is a share of, belong to a micro-batch.
         for micro_batch in batch.split(self.recipe.micro_batch_size):
             nll = self.parallel_strategy.budget.guard(partial(self._nll, micro_batch))
@@ -190,7 +222,8 @@ class SidestreamModule(LightningModule):
 
     @override
     def on_validation_end(self) -> None:
-        assert self._val is not None
+        if self._val is None:
+            return  # left early
         if self.trainer.world_size > 1:
             dist.all_reduce(self._val, group=self.parallel_strategy.parallel.control)
         nll, tokens = self._val.tolist()
@@ -201,59 +234,54 @@ class SidestreamModule(LightningModule):
         """Compare the replicas once more; validate if the last step was not a validation step."""
         if self.parallel_strategy.reduction.holds_replicas:
             check_replicas(self.model, self.parallel_strategy.parallel)
+        if not self.stopping and self.recorder.last_validation != self.global_step:
+            self._validate()
+
+    def _validate(self) -> None:
         loader = self.trainer.val_dataloaders
-        if self.stopping or loader is None or self.recorder.last_validation == self.global_step:
+        if loader is None:
             return
         self.eval()
         with torch.no_grad():
             self.on_validation_start()
-            for index, batch in enumerate(loader):
-                self.validation_step(batch.to(self.device), index)
+            with suppress(StopIteration):
+                for index, batch in enumerate(loader):
+                    self.validation_step(batch.to(self.device), index)
             self.on_validation_end()
         self.train()
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same when a checkpoint is taken up again, see `fits.check_facts`."""
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "data_checksum": self.recipe.data_checksum,
+            "changes_model": self.recipe.changes_model,
+            "function": self.recipe.function,
+            "optimizer": name_of(self.trainer.optimizers[0]),
+        }
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to go on bit-identically. Plain types and tensors only: loads with weights_only."""
-        phase.enter(phase.SAVING, step=self.global_step)
         states: list[Any] = [None] * self.trainer.world_size
         generators = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.device)
         dist.all_gather_object(states, generators, group=self.parallel_strategy.parallel.control)
         checkpoint["sidestream"] = {
-            "format": CHECKPOINT_FORMAT,
+            **self.facts(),
             "step": self.global_step,
             "tokens": self.global_step * self.recipe.global_batch_size * self.recipe.seq_length,
             "rng": states,
             "seed": self.recipe.seed,
-            "data_checksum": self.recipe.data_checksum,
             "world_size": self.trainer.world_size,
             "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
-            "changes_model": self.recipe.changes_model,
-            "function": self.recipe.function,
             "overflow": self.parallel_strategy.budget.state(),
         }
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["sidestream"]
-        if saved["format"] != CHECKPOINT_FORMAT:
-            raise ValueError(f"checkpoint format {saved['format']}: expected {CHECKPOINT_FORMAT}")
-        if saved["data_checksum"] != self.recipe.data_checksum:
-            raise ValueError(
-                f"data: the checkpoint was trained on a corpus with checksum {saved['data_checksum'][:12]}, this one "
-                f"has {self.recipe.data_checksum[:12]}; use the interpreter or files of the original run"
-            )
-        if saved["changes_model"] != self.recipe.changes_model or (
-            saved.get("function", "plain") != self.recipe.function
-        ):
-            raise ValueError(
-                f"overlap or router.force_balance: the checkpoint was trained under a choice that computes another "
-                f"model ({saved.get('function', 'plain')}, not {self.recipe.function}); resume with the choices of "
-                f"the run; overlap.enabled=false computes the same model serially"
-            )
-        self._restored = saved
+        self._restored = checkpoint["sidestream"]
 
     def _seed_rank(self) -> None:
         """Give this rank its random numbers: those of the checkpoint, or fresh ones that no other rank has."""

@@ -152,8 +152,7 @@ class RichProgress(Callback):
         if overlap is not None:
             self._line(overlap)
         if status != "finished":
-            self._line(f"{status}; go on with: python train.py resume={folder}")
-            return
+            return  # whoever started the run says how to go on, also where this process could not
         loss = "finished" if val_loss is None else f"val loss {val_loss:.4f} {self._unit}"
         beside = f"  ({self._baselines})" if self._baselines else ""
         used = "" if mfu is None else f"  mfu {100 * mfu:.1f}%"

@@ -17,10 +17,11 @@ from sidestream.parallel.step import StepReport
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.load import load_metrics, worst_load
-from sidestream.tracking.machine import Peak
+from sidestream.tracking.machine import Peak, waiting_reader
 
 # The first steps pay for allocations and kernel look-ups.
 WARMUP_STEPS = 5
+UNKNOWN = -1.0  # in what ranks tell each other; a NaN could be taken for one of the step
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Summary:
     tokens: int
     tokens_per_second: float | None
     step_ms: float | None
+    waited_share: float | None
     mfu: float | None
     peak_tflops: float | None
-    bytes_on_wire: int
+    bytes_on_wire: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,21 +95,43 @@ class Recorder:
         self._ranks = 1
         self._load: Tensor | None = None
         self._load_steps = 0
+        self._waiting = waiting_reader()
+        self._waited_before = self._waiting()
+        self._waited = 0.0  # in the last step
+        self._waited_shares: list[float] = []
         self._load_window = expert_load.window(every=sizes.every, max_steps=sizes.max_steps)
         self._val_loss: float | None = None
         self.last_validation: int | None = None
+        self._earlier: dict[str, Any] = {}  # the last training record of earlier starts
 
-    def begin(self, *, step: int) -> None:
-        """Start at `step` committed steps (more than 0 after a resume)."""
+    def begin(self, *, step: int, share: Callable[[Any], Any]) -> None:
+        """Start at `step` committed steps (more than 0 after a resume), knowing what earlier starts recorded.
+
+        Args:
+            share: Gives every rank what rank 0 has.
+        """
         self._step = step
+        records: list[dict[str, Any]] = []
         if self._writes:
             self._folder.cut_metrics(step)
+            records = self._folder.read_metrics()
+        last = {
+            name: record
+            for record in records
+            for name in (names.TRAIN_LOSS, names.VAL_LOSS)
+            if name in record
+        }
+        last = share(last)
+        self._earlier = last.get(names.TRAIN_LOSS, {})
+        if validated := last.get(names.VAL_LOSS):
+            self._val_loss, self.last_validation = validated[names.VAL_LOSS], validated[names.STEP]
 
     def own(self) -> dict[str, float]:
         """What this rank adds to the next report, see `TrainingStep.check`; the time is that of the last step."""
         current, peak = self._memory()
         return {
             "seconds": self._durations[-1] if self._durations else 0.0,
+            "waited": self._waited,
             "memory": current,
             "peak_memory": peak,
             "peak_flops": self._peak.flops or 0.0,
@@ -115,7 +139,7 @@ class Recorder:
 
     def start_step(self) -> None:
         """The clock of a step: from the batch being there to the commit. Validation and saving are outside."""
-        self._started = time.perf_counter()
+        self._started, self._waited_before = time.perf_counter(), self._waiting()
 
     def end_step(self, step: int, report: StepReport, norm: Tensor, *, lr: float) -> None:
         """Record a committed step.
@@ -127,6 +151,8 @@ class Recorder:
             lr: Learning rate of the step.
         """
         self._durations.append(time.perf_counter() - self._started)
+        before, now = self._waited_before, self._waiting()
+        self._waited = UNKNOWN if before is None or now is None else now - before
         self._losses.append(report.loss)
         self._bytes += report.bytes_on_wire
         self._step = step
@@ -134,6 +160,9 @@ class Recorder:
         self._ranks, self._peak_flops = len(peaks), sum(peaks) if min(peaks) > 0 else None
         if len(self._durations) > 1:
             self._slowest.append(max(report.per_rank["seconds"]))
+            ranks = list(zip(report.per_rank["waited"], report.per_rank["seconds"]))
+            if all(waited >= 0.0 and seconds > 0.0 for waited, seconds in ranks):
+                self._waited_shares.append(max(waited / seconds for waited, seconds in ranks))
         if not self._writes:
             return
         self._keep_load(step, report)
@@ -214,20 +243,41 @@ class Recorder:
         return self._sizes.flops_per_token * tokens_per_second / self._peak_flops
 
     def summary(self) -> Summary:
-        """What was reached so far; speeds without the first steps."""
+        """What was reached so far; speeds without the first steps. Without a step: what an earlier start recorded."""
+        if not self._durations:
+            return self._summary_of_earlier()
         steady = self._durations[WARMUP_STEPS:] or self._durations
         recent = self._losses[-self._every :]
-        speed = self._sizes.tokens_per_step * len(steady) / sum(steady) if steady else None
+        speed = self._sizes.tokens_per_step * len(steady) / sum(steady)
         return Summary(
-            train_loss=statistics.fmean(recent) if recent else None,
+            train_loss=statistics.fmean(recent),
             val_loss=self._val_loss,
             tokens=self._step * self._sizes.tokens_per_step,
             tokens_per_second=speed,
-            step_ms=1e3 * statistics.median(steady) if steady else None,
-            mfu=self._mfu(speed) if speed is not None else None,
+            step_ms=1e3 * statistics.median(steady),
+            waited_share=self._waited_share(),
+            mfu=self._mfu(speed),
             peak_tflops=self._peak_flops / self._ranks / 1e12 if self._peak_flops is not None else None,
             bytes_on_wire=self._bytes,
         )
+
+    def _summary_of_earlier(self) -> Summary:
+        found = self._earlier.get
+        return Summary(
+            train_loss=found(names.TRAIN_LOSS),
+            val_loss=self._val_loss,
+            tokens=self._step * self._sizes.tokens_per_step,
+            tokens_per_second=found(names.TOKENS_PER_SECOND),
+            step_ms=found(names.STEP_MS),
+            waited_share=None,
+            mfu=found(names.MFU),
+            peak_tflops=None,
+            bytes_on_wire=None,
+        )
+
+    def _waited_share(self) -> float | None:
+        shares = self._waited_shares[WARMUP_STEPS:] or self._waited_shares
+        return statistics.fmean(shares) if shares else None
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:

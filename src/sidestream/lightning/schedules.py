@@ -10,13 +10,14 @@ class Constant:
 
     Args:
         max_steps: Steps of the run.
-        warmup_steps: The factor reaches 1 at this step.
+        warmup_steps: The factor reaches 1 at this step; "auto": a tenth of the run, at most 50.
     """
 
     decays = False
 
-    def __init__(self, *, max_steps: int, warmup_steps: int) -> None:
-        self.max_steps, self.warmup_steps = max_steps, warmup_steps
+    def __init__(self, *, max_steps: int, warmup_steps: int | str) -> None:
+        self.max_steps = max_steps
+        self.warmup_steps = min(50, max_steps // 10) if warmup_steps == "auto" else int(warmup_steps)
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -32,7 +33,7 @@ class Cosine(Constant):
 
     decays = True
 
-    def __init__(self, *, max_steps: int, warmup_steps: int, min_ratio: float) -> None:
+    def __init__(self, *, max_steps: int, warmup_steps: int | str, min_ratio: float) -> None:
         super().__init__(max_steps=max_steps, warmup_steps=warmup_steps)
         self.min_ratio = min_ratio
 
@@ -45,7 +46,9 @@ class Cosine(Constant):
 class WSD(Cosine):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM): linear to `min_ratio` over the last `decay_fraction`."""
 
-    def __init__(self, *, max_steps: int, warmup_steps: int, min_ratio: float, decay_fraction: float) -> None:
+    def __init__(
+        self, *, max_steps: int, warmup_steps: int | str, min_ratio: float, decay_fraction: float
+    ) -> None:
         super().__init__(max_steps=max_steps, warmup_steps=warmup_steps, min_ratio=min_ratio)
         self.decay_steps = max(1, round(max_steps * decay_fraction))
 

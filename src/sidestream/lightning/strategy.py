@@ -38,6 +38,8 @@ from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
 from sidestream.launch import phase
 from sidestream.launch.worker import RankEnv
+from sidestream.lightning.fits import check_facts, check_weights, one_line
+from sidestream.lightning.options import plain_rates
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.agree import check_equal, check_replicas
 from sidestream.parallel.checkpoint_reader import CheckpointReader, load_meta, load_state, plain_errors
@@ -242,6 +244,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.graph.update(update)
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # A rate in memory would be a tensor of the checkpoint, which a run without one could not load.
+        return plain_rates(super().optimizer_state(optimizer))
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
@@ -262,7 +269,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             _sync_tree(partial)
             integrity.seal(partial, step=integrity.step_of(final), files=files)
             shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():
+            if os.path.lexists(final):
                 final.rename(replaced)
             partial.rename(final)
             sync_folder(final.parent)
@@ -290,22 +297,25 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         Not the parent's, which unpickles whatever the folder holds.
 
         Raises:
-            ConfigError: The checkpoint is damaged.
+            ConfigError: The checkpoint is damaged, or of other text, another model or another optimizer.
         """
         folder, model = Path(checkpoint_path), self.model
         assert model is not None
         try:
-            reader = CheckpointReader(folder)
+            reader, meta = CheckpointReader(folder), load_meta(folder)
+            check_facts(folder, meta["sidestream"], self.lightning_module.facts())  # type: ignore[union-attr,operator]
             weights = {"state_dict": get_model_state_dict(model)}
-            load_state(weights, reader)
-            model.load_state_dict(weights["state_dict"])
-            for index, optimizer in enumerate(self.optimizers):
-                name = f"optimizer_{index}"
-                state = {name: get_optimizer_state_dict(model, optimizer)}
-                load_state(state, reader)
-                options = StateDictOptions(cpu_offload=True)
-                set_optimizer_state_dict(model, optimizer, optim_state_dict=state[name], options=options)
-            return load_meta(folder)
+            check_weights(folder, reader.read_metadata(), weights["state_dict"])
+            with one_line(folder):
+                load_state(weights, reader)
+                model.load_state_dict(weights["state_dict"])
+                for index, optimizer in enumerate(self.optimizers):
+                    name = f"optimizer_{index}"
+                    state = {name: get_optimizer_state_dict(model, optimizer)}
+                    load_state(state, reader)
+                    options = StateDictOptions(cpu_offload=True)
+                    set_optimizer_state_dict(model, optimizer, optim_state_dict=state[name], options=options)
+            return meta
         except integrity.Damaged as error:
             raise ConfigError(
                 "resume", folder, str(error), expected="a whole checkpoint", fix="resume=<the run's folder>"

@@ -62,11 +62,11 @@ class Parallel:
         return self.ep_rank * share, (self.ep_rank + 1) * share
 
 
-def _group_of_this_rank(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Create all groups, in the same order on every rank, and return the one this rank is in."""
+def _group_of_this_rank(rank_lists: list[list[int]], timeout: timedelta, kind: str) -> dist.ProcessGroup:
+    """Create all groups of a kind, in the same order on every rank, and return the one this rank is in."""
     mine = None
     for ranks in rank_lists:
-        group = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=kind)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None
@@ -82,10 +82,10 @@ def build_parallel(*, expert_parallel_size: int, device_type: str, timeout: time
     if ep < 1 or world % ep:
         raise ValueError(f"strategy.expert_parallel_size={ep}: expected a divisor of the world size {world}")
     grid = torch.arange(world).view(world // ep, ep)
-    dp = _group_of_this_rank([list(range(world))], timeout)
-    control = _group_of_this_rank([list(range(world))], timeout)
-    edp_group = _group_of_this_rank(grid.t().tolist(), timeout)
-    ep_group = _group_of_this_rank(grid.tolist(), timeout)
+    dp = _group_of_this_rank([list(range(world))], timeout, "data-parallel")
+    control = _group_of_this_rank([list(range(world))], timeout, "control")
+    edp_group = _group_of_this_rank(grid.t().tolist(), timeout, "expert-data-parallel")
+    ep_group = _group_of_this_rank(grid.tolist(), timeout, "expert-parallel")
     dense = DeviceMesh.from_group(dp, device_type, mesh_dim_names=("dp",))
     sparse = DeviceMesh.from_group(
         [edp_group, ep_group], device_type, mesh=grid, mesh_dim_names=("edp", "ep")

@@ -157,6 +157,10 @@ class BudgetKeeper:
                 return value
 
     @property
+    def _configured(self) -> float | None:
+        return getattr(self.dispatcher, "capacity_factor", None)
+
+    @property
     def _budget(self) -> int:
         assert self.dispatcher.budget is not None
         return self.dispatcher.budget
@@ -184,15 +188,19 @@ class BudgetKeeper:
         """For a checkpoint: plain types. Collective."""
         if not self.active:
             return None
-        counts = vars(self.counts)
-        return {"budget": self._budget, "mean_rows": self.mean_rows, "peak": self.peak(), **counts}
+        known = {"budget": self._budget, "mean_rows": self.mean_rows, "peak": self.peak()}
+        return {**known, **vars(self.counts), "capacity_factor": self._configured}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on with the grown budget of a checkpoint; with another number of ranks, with the same factor."""
+        """Go on with the grown budget of a checkpoint; with another number of ranks, with the same factor.
+
+        A budget that does not grow, and one that was configured anew, is the one that is configured.
+        """
         if not self.active or state is None:
             return
-        rows = -(-state["budget"] * self.mean_rows // state["mean_rows"])
-        self.dispatcher.resize(max(self._budget, rows))
+        if self.mode == "replay" and state.get("capacity_factor", self._configured) == self._configured:
+            rows = -(-state["budget"] * self.mean_rows // state["mean_rows"])
+            self.dispatcher.resize(max(self._budget, rows))
         self.counts = OverflowCounts(**{name: state[name] for name in vars(self.counts)})
         assert self._peak is not None
         self._peak.fill_(-(-state["peak"] * self.mean_rows // state["mean_rows"]))

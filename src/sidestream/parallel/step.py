@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sidestream.data.batch import Batch
 from sidestream.exchange.ops import Channel, add_bytes, byte_counters, sum_over
+from sidestream.launch import phase
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.clip import clip_by_norm, global_norm
 from sidestream.parallel.mesh import Parallel
@@ -329,6 +330,7 @@ class TrainingStep:
         )
         packed = torch.cat([*(part.double().reshape(-1) for part in on_device.values()), numbers])
         if self.parallel.world_size > 1:
+            phase.beat("the check of the step")
             dist.all_reduce(packed, group=self.parallel.control)
         known = torch.stack([self._targets, self._tokens])
         flat = iter(torch.cat([known, packed]).tolist())

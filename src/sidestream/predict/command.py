@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
 from sidestream.config.errors import ConfigError
+from sidestream.launch import arguments
 from sidestream.predict.picture import draw
 from sidestream.predict.predict import Prediction, predict
 from sidestream.predict.report import record, text
@@ -38,6 +39,8 @@ def start(cfg: DictConfig) -> None:
     hydra = HydraConfig.get()
     choices = {name: hydra.runtime.choices[name] for name in GROUPS if hydra.runtime.choices.get(name)}
     sweeps = hydra.mode == RunMode.MULTIRUN
+    if not sweeps:
+        arguments.refuse_study(hydra, sys.argv[1:])
     label = " ".join(hydra.overrides.task)
     try:
         found = predict(_without_hydra(cfg), cluster=choices.get("cluster", ""), model=choices["model"])

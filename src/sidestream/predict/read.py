@@ -91,10 +91,10 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
         combine_wire=value_wire,
         skew=predict.skew,
         in_graph=is_step(cfg.graph),
-        sharding=_sharding(cfg),
+        sharding=sharding(cfg),
         # Once for forward, and once more for backward where a block's weights were freed meanwhile.
-        gathers=1 + bool(cfg.strategy.get("reshard_after_forward")) if _sharding(cfg) == "all" else 0,
-        state_bytes=_state_bytes(cfg),
+        gathers=1 + bool(cfg.strategy.get("reshard_after_forward")) if sharding(cfg) == "all" else 0,
+        state_bytes=state_bytes(cfg),
         alignment=_alignment(cfg, math, cluster),
     )
     return Asked(job, throttled(cluster, cfg.link), layout, _option(cfg.dispatcher, "dispatch"))
@@ -335,13 +335,13 @@ def _wire(cfg: DictConfig, values: Wire) -> Wire:
     return "mxfp8" if cfg.dispatcher.get("wire_dtype") == "mxfp8" else values
 
 
-def _sharding(cfg: DictConfig) -> str:
+def sharding(cfg: DictConfig) -> str:
     if "fully_shard" in str(cfg.strategy.get("_target_", "")):
         return "all"
     return "optimizer" if cfg.predict.shard_optimizer else "none"
 
 
-def _state_bytes(cfg: DictConfig) -> tuple[int, int, int]:
+def state_bytes(cfg: DictConfig) -> tuple[int, int, int]:
     if cfg.predict.shard_optimizer:
         return SPREAD_STATE
     size = 2 if cfg.trainer.precision == "bf16-true" else 4

@@ -5,13 +5,15 @@ A record is `{"step": last step, "steps": how many, "counts": [layer][expert] ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sidestream.tracking.folder import RunFolder, write_bytes_atomic
+from sidestream.tracking.drawing import new_figure
+from sidestream.tracking.folder import RunFolder, is_count, write_bytes_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 FILE = "expert_load.jsonl"
 PICTURE = "expert_load.png"
 HIGHEST = 4.0  # end of the colour scale, always the same: pictures of two runs can be compared
+MOST = 4000  # records in a picture; a run that was resumed with more steps may have some times COLUMNS
 COLUMNS = 400  # at most in a run: more could not be told apart in the picture
 
 
@@ -35,11 +38,8 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     Args:
         records: of expert_load.jsonl, at least one, with at least one layer.
     """
-    # No pyplot: it keeps figures alive and asks for a display.
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
 
     counts = np.array(
         [record["counts"] for record in records], dtype=np.float64
@@ -48,10 +48,7 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     load = counts / np.maximum(counts.mean(axis=2, keepdims=True), np.finfo(np.float64).tiny)
     steps, load = _with_gaps(records, load)
 
-    figure = Figure(
-        figsize=(9.0, min(1.2 + 0.13 * layers * (min(experts, 16) + 1), 12.0)), layout="constrained", dpi=110
-    )
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.0, min(1.2 + 0.13 * layers * (min(experts, 16) + 1), 12.0), dpi=110)
     axes = figure.subplots()
     # One image for all layers: an axes for each takes seconds in a model with many. A strip parts one from the next.
     strip = np.full((len(load), layers, 1), np.nan)
@@ -75,6 +72,32 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     return figure
 
 
+def whole(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records that can be drawn together: counts of as many layers and experts as the first, steps in order.
+
+    Anybody may have written them; what is no such record is left out.
+    """
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        counts: Any = record.get("counts")
+        step: Any = record.get("step")
+        steps: Any = record.get("steps")
+        if not (is_count(step) and is_count(steps) and 0 < steps <= step and _shape(counts)):
+            continue
+        if not kept or (_shape(counts) == _shape(kept[0]["counts"]) and step - steps >= kept[-1]["step"]):
+            kept.append({"step": step, "steps": steps, "counts": counts})
+    return kept[-MOST:]
+
+
+def _shape(counts: Any) -> tuple[int, int] | None:
+    """Layers and experts, None for what is no table of counts."""
+    if not isinstance(counts, list) or not counts or not all(isinstance(row, list) for row in counts):
+        return None
+    if len({len(row) for row in counts}) != 1 or not counts[0]:
+        return None
+    return (len(counts), len(counts[0])) if all(is_count(n) for row in counts for n in row) else None
+
+
 def _with_gaps(records: list[dict[str, Any]], load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Edges of the columns in steps, and the loads with a column of NaN for steps that no record covers."""
     edges: list[int] = [records[0]["step"] - records[0]["steps"]]
@@ -95,7 +118,7 @@ def write_picture(folder: Path, out: Path | None = None) -> Path | None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    records = [record for record in RunFolder(folder).read_expert_load() if record["counts"]]
+    records = whole(RunFolder(folder).read_expert_load())
     if not records:
         return None
     buffer = BytesIO()

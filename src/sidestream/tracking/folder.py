@@ -7,17 +7,28 @@ import math
 import numbers
 import os
 import platform
+import stat
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from sidestream.tracking.names import STEP
+from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_records
 
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "wandb", "numpy")
-ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")  # and everything that starts with TORCH_
+# What env.json keeps of the environment: settings that change speed or numbers, by name. Run folders get shared, and
+# any variable that is not known may hold a secret.
+ENVIRONMENT = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("TORCH_LOGS", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_AVOID_RECORD_STREAMS"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"),
+)
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -98,12 +109,16 @@ def sync_folder(folder: Path) -> None:
 class RunFolder:
     """The files of one run. Only rank 0 may write.
 
+    Anybody may have written what is read: what can be read is, and the rest is told.
+
     Args:
         path: the folder; it is made if it does not exist.
+        tell: Takes a printable line per file of which something was skipped; default: shown on stderr.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, tell: Callable[[str], None] | None = None) -> None:
         self.path = Path(path)
+        self._tell = tell or _warn
         self.path.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self.path / "metrics.jsonl"
         self.expert_load_path = self.path / "expert_load.jsonl"
@@ -119,8 +134,14 @@ class RunFolder:
         _append_line(self.metrics_path, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Returns the records in the order they were written, without an unfinished last line."""
-        return _read_lines(self.metrics_path)
+        """Returns the records in the order they were written, without an unfinished last line.
+
+        Records have a step; lines that are none are skipped.
+
+        Raises:
+            Unreadable: the file is there, but no file of a run.
+        """
+        return self._read_lines(self.metrics_path)
 
     def append_expert_load(self, record: dict[str, Any]) -> None:
         """Appends a record of `sidestream.tracking.expert_load`, as safely as `append_metrics`."""
@@ -128,13 +149,24 @@ class RunFolder:
 
     def read_expert_load(self) -> list[dict[str, Any]]:
         """Returns what `append_expert_load` wrote, like `read_metrics`."""
-        return _read_lines(self.expert_load_path)
+        return self._read_lines(self.expert_load_path)
+
+    def _read_lines(self, path: Path) -> list[dict[str, Any]]:
+        if not os.path.lexists(path):
+            return []
+        records, skipped = read_records(path, inside=self.path)
+        if skipped:
+            self._tell(skipped)
+        whole = [record for record in records if is_count(record.get(STEP))]
+        if len(whole) < len(records):
+            self._tell(f"{printable(path)}: skipped records without a step: {len(records) - len(whole)}")
+        return whole
 
     def cut_metrics(self, step: int) -> None:
         """Atomically drops every record of a step after `step`, so that a resumed run logs each step once."""
         for path in (self.metrics_path, self.expert_load_path):
             if path.exists():
-                kept = [record for record in _read_lines(path) if record[STEP] <= step]
+                kept = [record for record in self._read_lines(path) if record[STEP] <= step]
                 write_text_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write_env(self, *, command: list[str] | None = None) -> dict[str, Any]:
@@ -145,7 +177,7 @@ class RunFolder:
         Args:
             command: what the user typed; default `sys.argv` of this process.
         """
-        environment = {k: v for k, v in os.environ.items() if k in ENVIRONMENT or k.startswith("TORCH_")}
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         commit, dirty = code_state()
         env: dict[str, Any] = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -160,9 +192,9 @@ class RunFolder:
             "environment": dict(sorted(environment.items())),
             "previous": [],
         }
-        if self.env_path.exists():
-            earlier = json.loads(self.env_path.read_text(encoding="utf-8"))
-            env["previous"] = [*earlier.pop("previous"), earlier]
+        if (earlier := self._read(self.env_path)) is not None:
+            before = earlier.pop("previous", [])
+            env["previous"] = [*(before if isinstance(before, list) else []), earlier]
         write_json_atomic(self.env_path, env)
         return env
 
@@ -171,25 +203,44 @@ class RunFolder:
         write_json_atomic(self.result_path, result)
 
     def read_result(self) -> dict[str, Any] | None:
-        """Returns result.json, or None if the run has not written one."""
-        if not self.result_path.exists():
+        """Returns result.json, or None if the run has not written one that can be read."""
+        return self._read(self.result_path)
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        if not os.path.lexists(path):
             return None
-        return json.loads(self.result_path.read_text(encoding="utf-8"))
+        try:
+            return read_json(path, inside=self.path)
+        except Unreadable as error:
+            self._tell(str(error))
+            return None
+
+
+def is_count(value: object) -> bool:
+    """Whether a value that was read is a number of steps or tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def is_figure(value: object) -> bool:
+    """Whether a value that was read is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _append_line(path: Path, record: dict[str, Any]) -> None:
     line = json.dumps(to_plain(record), allow_nan=False).encode() + b"\n"
-    with path.open("a+b") as file:
+    # In a folder that somebody else prepared the name may lead to another file, or to a pipe.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    with open(path, "a+b", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise Unreadable(f"{printable(path)}: not a regular file")
         _drop_unfinished_line(file)
         file.write(line)
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    # What follows the last newline is either empty or what a crash left.
-    finished = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in finished]
 
 
 def _drop_unfinished_line(file: Any) -> None:

@@ -181,7 +181,7 @@ def newest_whole(run: Path, *, key: str, strict: bool = False) -> Choice:
             passed.append(folder)
             problems.append(str(error))
             continue
-        note = [] if sealed else [f"{key}: {folder.name} has no {MANIFEST} (an earlier version wrote it)"]
+        note = [] if sealed else [_unsealed(folder, key)]
         chosen = Choice(folder, step_of(folder), note, passed)
         break
     if chosen is None or (strict and problems):
@@ -199,6 +199,38 @@ def newest_whole(run: Path, *, key: str, strict: bool = False) -> Choice:
     if passed:
         told.append(f"{key}: {chosen.folder.name} is the newest whole checkpoint and is taken")
     return Choice(chosen.folder, chosen.step, [*told, *chosen.lines], passed)
+
+
+def check_given(folder: Path, *, key: str, needs: Iterable[str] = OF_A_RUN) -> list[str]:
+    """Verifies a checkpoint that the user named; returns what he should know of it.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    try:
+        sealed = verify(folder, needs=needs)
+    except Damaged as error:
+        raise ConfigError(
+            key, folder, str(error), expected="a whole checkpoint", fix="name another one"
+        ) from error
+    return [] if sealed else [_unsealed(folder, key)]
+
+
+def _unsealed(folder: Path, key: str) -> str:
+    why = f"has no {MANIFEST} (an earlier version wrote it): its content is not checked"
+    return f"{key}: {printable(folder.name)} {why}"
+
+
+def resumed(value: str) -> Path:
+    """Returns the checkpoint that a resolved `resume` stands for: itself, or the newest whole one of a run folder.
+
+    Raises:
+        ConfigError: see `newest_whole`.
+    """
+    given = Path(value)
+    if given.parent.name == FOLDER and _NAME.fullmatch(given.name):
+        return given  # chosen and checked before the ranks were started
+    return newest_whole(given, key="resume").folder
 
 
 def _named(folder: Path) -> tuple[list[Path], list[str]]:

@@ -29,7 +29,14 @@ def hold(folder: Path, *, key: str) -> None:
     folder = folder.resolve()
     if folder in _held:
         return
-    descriptor = _open(folder)
+    try:
+        descriptor = _open(folder)
+    except OSError as error:
+        why, place = (
+            f"it cannot be locked ({printable(error.strerror or error)})",
+            "a folder that can be written",
+        )
+        raise ConfigError(key, folder, why, expected=place, fix="copy it to a place of yours") from None
     if not _take(descriptor, folder):
         os.close(descriptor)
         raise ConfigError(
@@ -44,12 +51,15 @@ def hold(folder: Path, *, key: str) -> None:
     write_json_atomic(folder / OWNER, {"pid": os.getpid(), "host": socket.gethostname(), "since": now})
 
 
-def is_held(folder: Path) -> str | None:
+def owner_of(folder: Path) -> str | None:
     """Returns who else holds a run folder, None if nobody does."""
     folder = folder.resolve()
     if folder in _held or not (folder / LOCK).exists():
         return None
-    descriptor = _open(folder)
+    try:
+        descriptor = _open(folder)
+    except OSError:
+        return None
     try:
         return None if _take(descriptor, folder) else _owner(folder)
     finally:
@@ -58,14 +68,7 @@ def is_held(folder: Path) -> str | None:
 
 def _open(folder: Path) -> int:
     # Never through a link: the file is made, and somebody else may have written the folder.
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    try:
-        return os.open(folder / LOCK, flags, 0o644)
-    except OSError as error:
-        why = f"its lock cannot be opened ({printable(error.strerror or error)})"
-        raise ConfigError(
-            "paths.log_dir", folder / LOCK, why, expected="a folder that can be written", fix="copy the run"
-        ) from None
+    return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
 
 
 def _take(descriptor: int, folder: Path) -> bool:

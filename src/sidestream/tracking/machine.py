@@ -109,6 +109,24 @@ def _short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, str(dtype))
 
 
+def waiting_reader() -> Callable[[], float | None]:
+    """Returns a function that gives the seconds for which this process's main thread wanted a core and had none.
+
+    None where the system does not tell. Other programs on its cores are what makes it grow, and ranks that share one.
+    """
+    path = "/proc/self/schedstat"
+    if not os.path.exists(path):
+        return lambda: None
+    file = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open: it is read every step
+
+    def read() -> float | None:
+        # Time on a core, time of waiting for one, both in ns, and turns.
+        found = os.pread(file.fileno(), 128, 0).split()
+        return 1e-9 * int(found[1]) if len(found) == 3 else None
+
+    return read
+
+
 def memory_reader(device: torch.device) -> Callable[[], tuple[int, int]]:
     """Returns a function that gives (current, peak) bytes: allocated on CUDA, resident set of the process on a CPU."""
     if device.type == "cuda":

@@ -5,11 +5,13 @@ together with a reader of the missing case; renaming or removing one raises `SCH
 """
 
 import copy
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+import json
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sidestream.tracking.data_record import DataRecord
-from sidestream.tracking.folder import to_plain
+from sidestream.tracking.folder import is_figure, to_plain
+from sidestream.tracking.untrusted import printable
 
 SCHEMA_VERSION = 1
 
@@ -33,6 +35,9 @@ class Metrics:
     tokens: int | None = None  # trained on, over all ranks
     tokens_per_second: float | None = None  # over all ranks
     step_ms: float | None = None  # median
+    waited_share: float | None = (
+        None  # of the steps' time, for which the worst rank wanted a core and had none
+    )
     mfu: float | None = None  # share of the devices' peak, null where the peak is unknown
     # Per device, and where it is from or why there is none. Older results lack both: read them with `.get`.
     peak_tflops: float | None = None
@@ -92,6 +97,7 @@ class RunResult:
         choices: Hydra group -> option.
         data: what became of the data source.
         transport: what moved the rows: `torch`, the name of a library, or null for one rank.
+        eos_token: ends every document of the data, null if nothing does. Older results lack it.
         flops_per_token: forward and backward, without recomputation.
         changes_model: the schedule or `router.force_balance` computes another function than the plain model.
         commit: of the code, with `-dirty` appended if it had uncommitted changes.
@@ -110,6 +116,7 @@ class RunResult:
     seed: int | None = None
     precision: str | None = None
     data_checksum: str | None = None
+    eos_token: int | None = None
     params_total: int | None = None
     params_active: int | None = None
     flops_per_token: float | None = None
@@ -129,6 +136,46 @@ class RunResult:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain JSON types with every key, ready for `RunFolder.write_result`."""
         return to_plain(self)
+
+
+def misfit(content: Any, of: type = RunResult, where: str = "") -> str:
+    """Says what in a result.json that somebody may have written is not of its key's type; empty if nothing is.
+
+    Keys may be missing, or be there that nobody knows.
+
+    Args:
+        content: JSON.
+        of: The dataclass whose fields `content` should have.
+        where: Dotted key of `content`, with its dot.
+    """
+    if not isinstance(content, dict):
+        return f"{where.rstrip('.') or 'it'} is no object"
+    for name, hint in get_type_hints(of).items():
+        value = content.get(name)
+        if value is None:
+            continue
+        if is_dataclass(hint):
+            if found := misfit(value, hint, f"{where}{name}."):  # type: ignore[arg-type]
+                return found
+        elif not _is_a(value, hint):
+            return f"{where}{name} is {printable(json.dumps(value), limit=40)}"
+    return ""
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    parts = get_args(hint)
+    origin = get_origin(hint)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(item, parts[1]) for item in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(item, parts[0]) for item in value)
+    if origin is Literal:
+        return value in parts
+    if parts:  # a union
+        return any(_is_a(value, part) for part in parts)
+    if hint in (int, float):
+        return is_figure(value) and (hint is float or isinstance(value, int))
+    return isinstance(value, hint)
 
 
 def minimal_failed_result(

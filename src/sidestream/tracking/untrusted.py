@@ -9,14 +9,17 @@ import json
 import os
 import stat
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-LIMIT = (
-    64 << 20
-)  # bytes; the largest text of an honest run, a metrics.jsonl of a million steps, is read by lines
+# Bytes. The largest text of an honest run, a metrics.jsonl of a million steps, is read by lines.
+LIMIT = 64 << 20
+LINES = 1 << 30  # bytes of a file that is read by lines
+LINE = 1 << 20  # bytes of one of them: a record has a number per layer, or per expert and layer
 
 _NEVER_SHOWN = {
     "Cc",
@@ -44,17 +47,72 @@ def read_bytes(path: str | os.PathLike[str], *, inside: Path | None = None, limi
     Raises:
         Unreadable: it is missing, no regular file (a pipe is not waited for), outside of `inside`, or too large.
     """
-    path = Path(path)
+    with _reading(Path(path), inside) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
+    return content
+
+
+def read_records(
+    path: str | os.PathLike[str], *, inside: Path | None = None, limit: int = LINES
+) -> tuple[list[dict[str, Any]], str]:
+    """Returns the JSON objects of a file that has one in each line, and what was skipped.
+
+    What follows the last newline is what a crash left and is no line. Any other line that is no object, or longer than
+    `LINE`, is skipped.
+
+    Returns:
+        The objects in their order; and a printable line that counts the skipped ones, empty if there are none.
+
+    Raises:
+        Unreadable: as `read_bytes`; `limit` is that of the whole file.
+    """
+    records: list[dict[str, Any]] = []
+    skipped: list[int] = []
+    size = number = 0
+    with _reading(Path(path), inside) as file:
+        while line := file.readline(LINE + 1):
+            size += len(line)
+            if size > limit:
+                raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
+            if not line.endswith(b"\n") and len(line) <= LINE:
+                break
+            number += 1
+            record = _record(line) if line.endswith(b"\n") else None
+            if record is not None:
+                records.append(record)
+            else:
+                skipped.append(number)
+            while not line.endswith(b"\n") and line:  # the rest of one that is too long
+                line = file.readline(LINE)
+                size += len(line)
+    if not skipped:
+        return records, ""
+    lines = f"line {skipped[0]}" if len(skipped) == 1 else f"{len(skipped)} lines, the first is {skipped[0]}"
+    return records, f"{printable(path)}: skipped what is no JSON object: {lines}"
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = parse_json(line.decode("utf-8"))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def _reading(path: Path, inside: Path | None) -> Iterator[io.BufferedReader]:
+    """Opens a regular file; what fails while it is read is `Unreadable` too."""
     try:
         if inside is not None and not path.resolve().is_relative_to(inside.resolve()):
             raise Unreadable(f"{printable(path)}: leads out of its folder")
         # Without O_NONBLOCK a pipe would be waited for before it can be asked what it is.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Unreadable(f"{printable(path)}: not a regular file")
-            content = file.read(limit + 1)
+            yield file
     except FileNotFoundError:
         raise Unreadable(f"{printable(path)}: missing") from None
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
@@ -63,9 +121,6 @@ def read_bytes(path: str | os.PathLike[str], *, inside: Path | None = None, limi
         raise Unreadable(
             f"{printable(path)}: {printable(getattr(error, 'strerror', None) or error)}"
         ) from None
-    if len(content) > limit:
-        raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
-    return content
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

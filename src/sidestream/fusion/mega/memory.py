@@ -80,6 +80,7 @@ class Windows:
         self.size, self.timeout_s = size, timeout_s
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self._names = [0] if group is None else dist.get_process_group_ranks(group)
         self._fence = threading.Lock()
         self._address = 0
         self._files: list[int] = []
@@ -177,7 +178,7 @@ class Windows:
         elif waited_s > self.timeout_s:
             what = f"did not answer within {self.timeout_s:.0f} s (strategy.timeout_seconds)"
         if what is not None:
-            raise PeerLost(f"fusion=mega: rank {rank} of the expert-parallel group {what}")
+            raise PeerLost(f"fusion=mega: rank {self._names[rank]} of the expert-parallel group {what}")
 
     def _dead(self, rank: int) -> bool:
         """Whether nobody holds the lock on a rank's file."""

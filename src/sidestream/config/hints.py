@@ -1,0 +1,248 @@
+"""What a person meant: the key or value behind a typo, an older habit or another framework's name."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from sidestream.config.errors import ConfigError
+from sidestream.config.schema import SCHEMAS, known_keys, options_with
+
+# What people type, from other frameworks or older habits -> the key here.
+RENAMED = {
+    "model.top_k": "router.top_k",
+    "model.router_topk": "router.top_k",
+    "model.num_experts_per_tok": "router.top_k",
+    "model.seq_length": "data.seq_length",
+    "model.moe_every": "model.moe_layers",
+    "model.moe_layer_freq": "model.moe_layers",
+    "model.n_experts": "model.num_experts",
+    "model.num_moe_experts": "model.num_experts",
+    "model.num_local_experts": "model.num_experts",
+    "model.n_shared_experts": "model.num_shared_experts",
+    "model.num_shared": "model.num_shared_experts",
+    "model.recompute": "model.activation_checkpointing",
+    "model.checkpointing": "model.activation_checkpointing",
+    "model.first_k_dense_replace": "model.first_dense_layers",
+    "model.window_size": "model.sliding_window",
+    "model.qk_layernorm": "model.qk_norm",
+    "model.tie_word_embeddings": "model.tie_embeddings",
+    "model.shared_expert_intermediate_size": "model.shared_expert_hidden_size",
+    "trainer.expert_parallel_size": "strategy.expert_parallel_size",
+    "model.expert_parallel_size": "strategy.expert_parallel_size",
+    "expert_parallel_size": "strategy.expert_parallel_size",
+    "strategy.ep": "strategy.expert_parallel_size",
+    "ep": "strategy.expert_parallel_size",
+    "data.batch_size": "data.global_batch_size",
+    "trainer.batch_size": "data.global_batch_size",
+    "trainer.max_epochs": "trainer.max_steps",
+    "trainer.accumulate_grad_batches": "data.micro_batch_size",
+    "router.capacity_factor": "router.expert_capacity_factor",
+    "router.moe_expert_capacity_factor": "router.expert_capacity_factor",
+    "router.n_group": "router.num_groups",
+    "router.topk_group": "router.top_groups",
+    "router.group_topk": "router.top_groups",
+    "router.routed_scaling_factor": "router.scaling_factor",
+    "router.norm_topk_prob": "router.normalize",
+    "router.jitter_noise": "router.jitter",
+    "router.input_jitter_eps": "router.jitter",
+    "router.z_loss_coefficient": "balance.z_loss_coefficient",
+    "router.aux_loss_coefficient": "balance.coefficient",
+    "balance.z_loss": "balance.z_loss_coefficient",
+    "lr": "optimizer.lr",
+    "top_k": "router.top_k",
+}
+WHY_RENAMED = {
+    "trainer.accumulate_grad_batches": "accumulation follows from the global and the micro-batch size",
+    "trainer.max_epochs": "training is counted in optimizer steps",
+}
+# The same by the last part of a key, in whatever group it was looked for.
+SYNONYMS = {
+    "num_hidden_layers": "model.num_layers",
+    "n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "d_model": "model.hidden_size",
+    "n_embd": "model.hidden_size",
+    "hidden_dim": "model.hidden_size",
+    "num_attention_heads": "model.num_heads",
+    "n_head": "model.num_heads",
+    "n_heads": "model.num_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "num_query_groups": "model.num_kv_heads",
+    "intermediate_size": "model.ffn_hidden_size",
+    "moe_intermediate_size": "model.expert_hidden_size",
+    "moe_ffn_hidden_size": "model.expert_hidden_size",
+    "num_experts_per_tok": "router.top_k",
+    "moe_router_topk": "router.top_k",
+    "context_length": "data.seq_length",
+    "max_position_embeddings": "data.seq_length",
+    "block_size": "data.seq_length",
+    "seq_len": "data.seq_length",
+    "sequence_length": "data.seq_length",
+    "batch_size": "data.global_batch_size",
+    "gradient_accumulation_steps": "data.micro_batch_size",
+    "learning_rate": "optimizer.lr",
+    "num_warmup_steps": "scheduler.warmup_steps",
+    "warmup": "scheduler.warmup_steps",
+    "max_iters": "trainer.max_steps",
+    "train_iters": "trainer.max_steps",
+    "num_steps": "trainer.max_steps",
+    "steps": "trainer.max_steps",
+    "epochs": "trainer.max_steps",
+    "max_epochs": "trainer.max_steps",
+    "num_gpus": "trainer.devices",
+    "gpus": "trainer.devices",
+    "ranks": "trainer.devices",
+    "world_size": "trainer.devices",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "clip_grad": "trainer.gradient_clip_val",
+    "grad_clip": "trainer.gradient_clip_val",
+    "eval_interval": "trainer.val_check_interval",
+    "log_interval": "trainer.log_every_n_steps",
+    "save_interval": "callbacks.checkpoint.every_n_steps",
+    "save_every": "callbacks.checkpoint.every_n_steps",
+    "ep_size": "strategy.expert_parallel_size",
+    "expert_model_parallel_size": "strategy.expert_parallel_size",
+    "router_aux_loss_coef": "balance.coefficient",
+    "aux_loss_coef": "balance.coefficient",
+    "moe_aux_loss_coeff": "balance.coefficient",
+    "moe_z_loss_coeff": "balance.z_loss_coefficient",
+    "bias_update_speed": "balance.update_rate",
+    "output_dir": "paths.log_dir",
+    "out_dir": "paths.log_dir",
+    "wandb_project": "logger.project",
+}
+# What another program reads and Sidestream does not.
+ELSEWHERE = {
+    "logger.entity": "run with the variable WANDB_ENTITY=<entity>",
+    "logger.name": "run with name=<name>, which names the folder and the run",
+    "logger.id": "remove logger.id: a resumed run keeps its own",
+    "logger.log_model": "remove logger.log_model: checkpoints stay in the run's folder",
+}
+# Choice -> other spellings of it, whatever the key.
+VALUES = {
+    "bf16-mixed": ("bf16", "bfloat16", "16", "fp16", "float16", "16-mixed", "mixed"),
+    "32-true": ("fp32", "float32", "32", "full"),
+    "gpu": ("cuda", "nvidia"),
+    "cpu": ("mps", "tpu", "none"),
+    "error": ("raise", "fail", "abort"),
+    "replay": ("retry", "repeat", "rerun"),
+    "bytes": ("byte", "char", "chars", "utf-8", "none", "null"),
+    "documents": ("docs", "document", "padded", "packed", "true"),
+    "concat": ("stream", "none", "off", "false"),
+    "true": ("yes", "on", "1"),
+    "false": ("no", "off", "0"),
+    "micro_batch": ("batch", "local"),
+    "sequence": ("seq",),
+    "library": ("native", "nccl"),
+    "torch": ("gloo", "pytorch"),
+}
+# Options of groups by names that people bring along.
+OPTIONS = {
+    "optimizer": {"adam": "adamw", "momentum": "sgd"},
+    "scheduler": {"linear": "wsd", "none": "constant", "warmup": "wsd"},
+    "dispatcher": {
+        **dict.fromkeys(("a2a", "all2all", "all_to_all", "all-to-all", "nccl"), "alltoall"),
+        **dict.fromkeys(("deepep", "DeepEP", "deep-ep"), "deep_ep"),
+        **dict.fromkeys(("ncclep", "nccl-ep"), "nccl_ep"),
+        **dict.fromkeys(("hybridep", "hybrid-ep"), "hybrid_ep"),
+    },
+    "overlap": {"scmoe": "shortcut", "dualpipe": "two_batch", "tbo": "two_batch", "batch": "two_batch"},
+    "fusion": {"megamoe": "mega", "grouped_gemm": "grouped", "grouped_mm": "grouped", "sequential": "loop"},
+    "graph": {"cuda": "step", "cuda_graph": "step", "cudagraph": "step", "true": "step", "false": "none"},
+    "strategy": {"fsdp": "fully_shard", "fsdp2": "fully_shard", "ddp": "replicate"},
+    "logger": {"wandb_offline": "wandb", "tb": "tensorboard", "false": "none", "jsonl": "none"},
+    "router": {"topk": "softmax", "top_k": "softmax", "sqrt_softplus": "sqrtsoftplus"},
+    "balance": {"aux": "aux_loss", "auxloss": "aux_loss", "loss_free": "bias", "aux_free": "bias"},
+    "data": {"hf": "huggingface", "txt": "text", "bin": "tokens", "python": "python_source"},
+    "model": {"mixtral": "mixtral_8x7b", "olmoe": "olmoe_1b_7b", "qwen3": "qwen3_30b_a3b"},
+}
+
+
+def unknown_key(key: str, value: object, siblings: Iterable[str] = ()) -> ConfigError:
+    """Explains a key that no schema has: by its new name, or by the names that look like it.
+
+    Args:
+        key: Dotted.
+        value: What it was set to.
+        siblings: Keys that are there beside it, a user's own included.
+    """
+    if key in ELSEWHERE:
+        beside = ", ".join(sorted(name for name in siblings if name[0] != "_")) or "one that the group has"
+        return ConfigError(key, value, "no such key", expected=beside, fix=ELSEWHERE[key])
+    new = RENAMED.get(key) or SYNONYMS.get(key.rpartition(".")[2])
+    if new is not None and key.rpartition(".")[2] not in siblings:
+        why = WHY_RENAMED.get(key, "this key has another name here")
+        shown = "<value>" if key in WHY_RENAMED or isinstance(value, dict | list | None) else f"{value}"
+        return ConfigError(key, value, why, expected=new, fix=f"{new}={shown}")
+    if options := options_with(key):
+        group = key.partition(".")[0]
+        why, expected = (
+            f"only another option of {group} has this key",
+            f"it beside {group}={' or '.join(options)}",
+        )
+        return ConfigError(key, value, why, expected=expected, fix=f"{group}={options[0]}")
+    near = nearest(key, siblings)
+    if not near:
+        listing = "one of the keys of `python train.py --cfg job`"
+        return ConfigError(key, value, "no such key", expected=listing, fix=f"remove {key}")
+    shown = "<value>" if isinstance(value, dict | list | None) or value == "..." else f"{value}"
+    return ConfigError(
+        key, value, "no such key", expected=f"one of {', '.join(near)}", fix=f"{near[0]}={shown}"
+    )
+
+
+def nearest(key: str, siblings: Iterable[str] = ()) -> list[str]:
+    """Returns up to three keys that `key` may stand for, the likeliest first.
+
+    First those beside it whose last part looks alike, then the same last part elsewhere, then a group that is
+    spelled almost so, then whatever looks alike as a whole.
+    """
+    above, _, last = key.rpartition(".")
+    prefix = f"{above}." if above else ""
+    known = list(dict.fromkeys([*known_keys(), *SCHEMAS]))
+    beside = dict.fromkeys(s for s in siblings if s != last and not s.startswith("_"))
+    beside |= dict.fromkeys(
+        k.removeprefix(prefix) for k in known if k.startswith(prefix) and "." not in k.removeprefix(prefix)
+    )
+    found = [f"{prefix}{name}" for name in _alike(last, list(beside))]
+    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
+    if above and above.partition(".")[0] not in SCHEMAS:  # the group itself is misspelled
+        for group in _alike(above.partition(".")[0], list(SCHEMAS)):
+            rest = key.partition(".")[2]
+            moved = f"{group}.{rest}"
+            elsewhere = [k for k in [moved] if k in known] + nearest(moved)[:1] + elsewhere
+    parts = {k.rpartition(".")[2]: k for k in reversed(known)}
+    loosely = [parts[name] for name in _alike(last, list(parts))]
+    same_group = [k for k in difflib.get_close_matches(key, known, n=3) if k.startswith(prefix)]
+    return list(dict.fromkeys([*found, *elsewhere, *same_group, *loosely]))[:3]
+
+
+def _alike(name: str, names: Sequence[str]) -> list[str]:
+    """Names that look like one, the most similar first: whole, without underscores, or as a beginning."""
+    plain = {candidate.replace("_", "").lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.replace("_", "").lower(), plain, n=3, cutoff=0.66)
+    begins = [candidate for candidate in names if len(name) > 3 and candidate.startswith(name)]
+    return list(dict.fromkeys([*(plain[c] for c in close), *begins]))
+
+
+def nearest_value(value: object, choices: Sequence[str]) -> str:
+    """Returns the choice that a wrong value stands for, or the first."""
+    typed = str(value).lower()
+    for choice in choices:
+        if typed in VALUES.get(choice, ()):
+            return choice
+    close = difflib.get_close_matches(typed, choices, n=1, cutoff=0.5)
+    begins = [choice for choice in choices if typed and choice.startswith(typed)]
+    return (begins or close or list(choices))[0]
+
+
+def nearest_option(group: str, option: str, options: Sequence[str]) -> str:
+    """Returns the option of a group that a wrong one stands for, or the group's first."""
+    meant = OPTIONS.get(group.rpartition("/")[2], {}).get(option)
+    if meant in options:
+        return str(meant)
+    plain = {name.replace("_", "").lower(): name for name in options}
+    typed = option.replace("_", "").replace("-", "").lower()
+    close = difflib.get_close_matches(typed, plain, n=1, cutoff=0.5)
+    begins = [name for stripped, name in plain.items() if typed and stripped.startswith(typed)]
+    found = [*begins[:1], *(plain[c] for c in close), *options, "<option>"]
+    return found[0]
