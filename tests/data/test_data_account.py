@@ -314,6 +314,14 @@ def test_a_record_survives_the_cache_and_changes_no_checksum(folder):
     assert built.record == made.record and built.checksum == made.checksum
 
 
+@pytest.mark.parametrize("dtype", ["O", "object", "<U4", "float32", "V8"])
+def test_a_cached_index_maps_numbers_only(folder, dtype):
+    made = source(folder, ["in/*.txt"]).load()
+    index = json.loads((made.folder / "corpus.json").read_text())
+    (made.folder / "corpus.json").write_text(json.dumps(index | {"dtype": dtype}))
+    assert source(folder, ["in/*.txt"]).load().train_tokens.dtype == np.uint8
+
+
 def test_the_hash_that_splits_is_the_one_it_always_was():
     assert content_hash(b"abc") == 0xBA7816BF8F01CFEA
 

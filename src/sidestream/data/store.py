@@ -114,6 +114,8 @@ def read_corpus(folder: Path) -> Corpus | None:
     try:
         index = json.loads((folder / _INDEX).read_bytes())
         dtype = np.dtype(index.get("dtype", "uint8"))
+        if dtype.kind != "u":  # a cache may be shared; numbers mapped as objects would be pointers
+            return None
         for name, digest in index.get("files", {}).items():
             if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
                 return None
