@@ -126,6 +126,7 @@ def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argp
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    scripts.check_place(options.out)
     words = sys.argv[1:] if argv is None else argv
     try:
         if options.calibrate:

@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", action="append", metavar="OVERRIDES", help="in one string; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("logs/bench_graph/graph.json"), metavar="FILE")
     options = parser.parse_args(argv)
+    scripts.check_place(options.out)
     before = os.getloadavg()
     cases = [shlex.split(case) for case in options.case or CASES]
     job = {"conf": str(ROOT / "conf"), "cases": cases, "rounds": options.rounds, "warmup": options.warmup}

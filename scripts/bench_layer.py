@@ -125,6 +125,7 @@ def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argp
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    scripts.check_place(options.out)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     before = os.getloadavg()
     try:

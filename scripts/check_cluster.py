@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> in
             show(listed(checks), console)
             print(f"{ranks} ranks on {machine.device_type}; real shape {real_text(options, machine)}")
             return 0
+        scripts.check_place(options.out)
         result = run(options, checks, machine=machine, ranks=ranks)
     except (ValueError, Failed) as error:
         if not torchrun.follows():

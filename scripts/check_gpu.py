@@ -487,6 +487,7 @@ def main(argv: list[str] | None = None, *, checks: Sequence[Callable[[], str]] =
         for check in checks:
             print(f"{check.__name__.replace('_', ' '):14s} {(check.__doc__ or '').splitlines()[0]}")
         return 0
+    scripts.check_place(arguments.json)
     outcomes = run_checks(checks)
     show(outcomes, Console())
     if arguments.json is not None:

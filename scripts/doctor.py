@@ -12,6 +12,7 @@ if __name__ == "__main__":
     interrupt.leave_at_once()
 
 import os
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from sidestream import scripts
@@ -183,8 +183,8 @@ def state(ok: bool) -> Text:
     return Text("yes", style="green") if ok else Text("no", style="yellow")
 
 
-def words(why: str, fix: str) -> Text:
-    return Text("; ".join(part for part in (why, fix) if part), overflow="fold")
+def words(why: str, fix: str) -> str:
+    return "; ".join(part for part in (why, fix) if part)
 
 
 def show(
@@ -194,42 +194,90 @@ def show(
     others: list[OptionRow],
     console: Console,
 ) -> None:
-    table = Table("this machine", "found")
-    for name, value in facts(machine).items():
-        table.add_row(name, Text(value, overflow="fold"))
-    console.print(table)
-    heads = ("dispatcher", "transport", "runs", "eager", "static", "why not, or what to know")
-    table = Table(*heads)
+    found = [Line((name, value)) for name, value in facts(machine).items()]
+    print_lines(console, ("this machine", ""), found)
+    lines = []
     for row in dispatchers:
         transport = f"{row.transport} (auto)" if row.auto else row.transport
         eager, static = reads(row.eager_reads), reads(row.static_reads, exists=row.static)
-        table.add_row(row.dispatcher, transport, state(row.ok), eager, static, words(row.why, row.fix))
-    console.print(table)
-    legend = "auto: what dispatcher.transport=auto takes; read: the host waits, per layer and forward pass\n"
-    console.print(legend, style="dim")
-    console.print(graph_table(graphs))
-    table = Table("group", "option", "runs", "what to know")
-    for option in others:
-        table.add_row(option.group, option.option, state(option.ok), words(option.why, option.fix))
-    console.print(table)
+        cells = (row.dispatcher, transport, state(row.ok), eager, static)
+        lines.append(Line(cells, words(row.why, row.fix)))
+    print_lines(console, ("dispatcher", "transport", "runs", "eager", "static"), lines)
+    legend = "auto: what dispatcher.transport=auto takes; read: the host waits, per layer and forward pass"
+    console.print(Text(legend, style="dim"))
+    print_lines(
+        console, ("graph=step with", "fusion", "sizes", "captured under overlap="), graph_lines(graphs)
+    )
+    lines = [Line((row.group, row.option, state(row.ok)), words(row.why, row.fix)) for row in others]
+    print_lines(console, ("group", "option", "runs"), lines)
 
 
-def graph_table(graphs: list[GraphRow]) -> Table:
-    """One line per dispatcher, sizes and fusion, a column per schedule."""
-    schedules = list(dict.fromkeys(row.overlap for row in graphs))
-    table = Table("graph=step: dispatcher", "sizes", "fusion", *schedules, "what helps")
-    lines = dict.fromkeys((row.dispatcher, row.sizes, row.fusion) for row in graphs)
-    for line in lines:
+@dataclass(frozen=True)
+class Line:
+    """A line of a listing.
+
+    Attributes:
+        note: Stands below it, so that the columns stay narrow.
+    """
+
+    cells: tuple[str | Text, ...]
+    note: str = ""
+
+
+def print_lines(console: Console, heads: tuple[str, ...], lines: list[Line]) -> None:
+    """Prints columns that are as wide as what is in them; the last one, and notes, are wrapped to fit."""
+    widths = [max(map(len, column)) + 2 for column in zip(heads, *(line.cells for line in lines))]
+    console.print()
+    for line in (Line(tuple(Text(head, style="bold") for head in heads)), *lines):
+        text = Text()
+        for cell, width in zip(line.cells[:-1], widths):
+            text.append(cell)
+            text.pad_right(width - len(cell))
+        last = line.cells[-1] if isinstance(line.cells[-1], Text) else Text(line.cells[-1])
+        beside = wrapped(last.plain, console.width - len(text))
+        if len(text) + max(map(len, beside)) > console.width:  # no room beside
+            console.print(text, soft_wrap=True)
+            text, beside = Text(" " * 4), wrapped(last.plain, console.width - 4)
+        indent = " " * len(text)
+        text.append(beside[0], style=last.style)
+        console.print(text, soft_wrap=True)
+        for part in beside[1:]:
+            console.print(Text(f"{indent}{part}", style=last.style), soft_wrap=True)
+        for part in wrapped(line.note, console.width - 4) if line.note else ():
+            console.print(Text(f"    {part}", style="dim"), soft_wrap=True)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Words stay whole, so that what is said can be copied."""
+    return textwrap.wrap(text, max(20, width), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def graph_lines(graphs: list[GraphRow]) -> list[Line]:
+    """One line per dispatchers that a step graph makes the same of."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for line in dict.fromkeys((row.dispatcher, row.sizes, row.fusion) for row in graphs):
         cells = [row for row in graphs if (row.dispatcher, row.sizes, row.fusion) == line]
-        fixes = dict.fromkeys(words("", row.fix).plain for row in cells if not row.ok)
-        table.add_row(*line, *(state(row.ok) for row in cells), ", ".join(fixes))
-    return table
+        fails = [row.overlap for row in cells if not row.ok]
+        captured = (
+            "none of them" if len(fails) == len(cells) else f"all but {', '.join(fails)}" if fails else "all"
+        )
+        fixes = ", ".join(dict.fromkeys(row.fix for row in cells if not row.ok))
+        alike.setdefault((line[2], line[1], captured, fixes), []).append(line[0])
+    lines = []
+    for (fusion, sizes, captured, fixes), dispatchers in alike.items():
+        first, *more = dispatchers
+        note = f"and {', '.join(more)}" if more else ""
+        lines.append(
+            Line((first, fusion, sizes, captured), "; ".join(part for part in (note, fixes) if part))
+        )
+    return lines
 
 
 def main(argv: list[str] | None = None, *, machine: Machine | None = None) -> int:
     parser = scripts.parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to this file too")
     arguments = parser.parse_args(argv)
+    scripts.check_place(arguments.json)
     machine = machine or Machine.here()
     dispatchers, graphs, others = dispatcher_rows(machine), graph_rows(), option_rows(machine)
     show(machine, dispatchers, graphs, others, Console())

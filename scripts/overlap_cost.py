@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures to this file too")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as model.hidden_size=256")
     arguments = parser.parse_args(argv)
+    scripts.check_place(arguments.out)
     keep_freed_memory()
     torch.set_num_threads(1)
     register()

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     figure = draw(
         [records for records, _ in runs], [result for _, result in runs], labels(arguments.folders, runs)
     )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    scripts.check_place(arguments.out)
     figure.savefig(arguments.out, dpi=150)
     status.end()
     print(arguments.out)

@@ -1,11 +1,14 @@
 """What the commands with options of their own (`scripts/`, `eval.py`) share: help, Ctrl-C, errors in one line."""
 
 import argparse
+import errno
+import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sidestream.config.errors import ConfigError, is_of_place
@@ -29,6 +32,21 @@ def parser(doc: str | None, *, whole: bool = False, **options: Any) -> argparse.
     text = (doc or "").strip()
     description = text if whole else text.partition("\n")[0]
     return argparse.ArgumentParser(description=description, formatter_class=form, **options)
+
+
+def check_place(file: Path | None) -> None:
+    """Makes the folder of a file that is written later, after minutes of measuring.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def run(main: Callable[[], int | None], *, shows_status: bool = False) -> NoReturn:

@@ -130,6 +130,22 @@ def test_the_words_are_printed(capsys: pytest.CaptureFixture, monkeypatch: pytes
     assert "nvidia-nccl-cu13 2.29.7" in printed
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_it_is_readable_at_every_width(
+    columns: int, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert doctor.main([], machine=MACHINES["h100_bare"]) == 0
+    printed = capsys.readouterr().out
+    fits = columns if columns >= 60 else 53  # a row of the dispatchers' columns
+    assert max(map(len, printed.splitlines())) <= fits
+    assert "…" not in printed
+    words = " ".join(printed.split())
+    for row in doctor.dispatcher_rows(MACHINES["h100_bare"]):
+        assert " ".join(row.why.split()) in words and row.fix in words
+    assert all(name in printed for name in names("overlap") | names("dispatcher"))
+
+
 def test_it_looks_at_this_machine_without_torch(tmp_path: Path):
     code = (
         "import runpy, sys\n"

@@ -1,5 +1,7 @@
 """Which rank's error is the cause, and telling the user. Each failing rank leaves `<run>/failures/rankN.json`."""
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -63,12 +65,15 @@ def record(folder: Path, *, rank: int, error: BaseException) -> Failure:
     if config or isinstance(error, PlainError):
         line = str(error)
     text = "" if isinstance(error, PlainError) else "".join(traceback.format_exception(error))
-    shown = "" if waited is not None else text
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    shown = "" if waited is not None or full else text
     failure = Failure(rank, time.time(), " ".join((waited or line).split()), shown, config)
-    with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
-        log.write(text)
-    (folder / "failures").mkdir(parents=True, exist_ok=True)
-    write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
+    # Where nothing can be written any more, the exit code and what is printed have to do.
+    with contextlib.suppress(OSError):
+        with (folder / f"rank{rank}.log").open("a", encoding="utf-8") as log:
+            log.write(text)
+        (folder / "failures").mkdir(exist_ok=True)  # not `parents`: a folder that was removed stays so
+        write_json_atomic(folder / "failures" / f"rank{rank}.json", asdict(failure))
     return failure
 
 
@@ -108,6 +113,9 @@ def cause(failures: list[Failure]) -> Failure:
 
 def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = False) -> int:
     """Shows a failure on stderr, writes result.json and returns the exit code."""
+    if not folder.is_dir():
+        print(f"error: the run folder was removed while the run wrote in it: {folder}", file=sys.stderr)
+        return 1
     if failure.traceback and (debug or not failure.config):
         where = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the run"
         print(f"{where} failed in {folder}:\n{failure.traceback}", file=sys.stderr)
@@ -143,7 +151,7 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def write_result(folder: Path, *, error: str, status: Status) -> None:
-    """Completes result.json for a run that could not do so itself."""
+    """Completes result.json for a run that could not do so itself, where something can be written."""
     launch = Launch.load(folder) if (folder / LAUNCH).exists() else None
     run = RunFolder(folder)
     result = minimal_failed_result(
@@ -154,4 +162,5 @@ def write_result(folder: Path, *, error: str, status: Status) -> None:
         choices=launch.choices if launch else None,
         world_size=launch.layout.world_size if launch else None,
     )
-    run.write_result(result)
+    with contextlib.suppress(OSError):
+        run.write_result(result)

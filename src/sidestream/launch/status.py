@@ -61,8 +61,9 @@ class Status:
             elapsed = now - self._started
             if self.live:
                 text = f"{doing} ({elapsed:.0f} s)"[: min(_SHORT, shutil.get_terminal_size().columns - 1)]
-                self._write(f"\r\x1b[K{text}\r")
-                self._said = doing
+                if text != self._said:
+                    self._said = text
+                    self._write(f"\r\x1b[K{text}\r")
                 return
             again = AGAIN if elapsed < MINUTE else elapsed / 4
             kind = _NUMBERS.sub("", doing)  # a count that goes on is nothing new

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import arguments, failures, stopping
+from sidestream.launch import failures, stopping
 from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank
 
@@ -87,6 +87,8 @@ def _is_batch_script(starter: str) -> bool:
 
 
 def _command(starter: str, tasks: int, argv: list[str]) -> str:
+    from sidestream.launch import arguments  # imports Hydra, which a rank does without
+
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
     if starter == "mpirun":
         nodes = tasks // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", tasks))
@@ -113,6 +115,7 @@ def world() -> dict[str, Any]:
 
 def follow() -> int:
     """Waits for rank 0's config and trains; returns the exit code. 0 if rank 0 has nothing to train."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would answer when the wait is over
     message = json.loads(_meet().get(_KEY))
     _meet().set(f"{_KEY}/read/{os.environ['RANK']}", "1")
     if not message:
