@@ -13,7 +13,7 @@ from typing import Any
 from sidestream.launch import arguments
 from sidestream.tracking.folder import write_text_atomic
 from sidestream.tracking.spreadsheet import as_csv
-from sidestream.tracking.untrusted import Unreadable, printable, read_bytes, read_text
+from sidestream.tracking.untrusted import Unreadable, printable, read_bytes, read_text, read_yaml
 
 TABLE = "sweep.csv"
 OF_A_JOB = ("number", "state", "reason", "seconds", "folder")  # the first columns; those of the keys follow
@@ -206,6 +206,4 @@ def _wandb_table(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> N
 
 
 def _resolved(job: Job) -> dict[str, Any]:
-    import yaml
-
-    return yaml.safe_load((job.folder / ".hydra" / "resolved.yaml").read_text(encoding="utf-8"))
+    return read_yaml(job.folder / ".hydra" / "resolved.yaml", inside=job.folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking.untrusted import read_text
 from sidestream.tracking.wandb_mode import mode_of
 
 TABLE = "sweep/jobs"
@@ -51,4 +52,4 @@ def _id(folder: Path) -> str:
     path = folder / "wandb_id"
     if not path.exists():
         write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path, inside=folder, limit=100).strip()
