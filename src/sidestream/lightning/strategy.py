@@ -261,7 +261,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             _sync_tree(partial)
             integrity.seal(partial, step=integrity.step_of(final), files=files)
             shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():
+            if os.path.lexists(final):
                 final.rename(replaced)
             partial.rename(final)
             sync_folder(final.parent)
