@@ -38,7 +38,7 @@ from sidestream.lightning.environment import RankEnvironment
 from sidestream.lightning.loggers import ClosingWandbLogger, build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
 from sidestream.lightning.overlap_report import ReportOverlap
-from sidestream.lightning.private import own_signals
+from sidestream.lightning.private import finish_after_fit, own_signals
 from sidestream.lightning.progress import RichProgress
 from sidestream.lightning.recorder import Recorder, Sizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
@@ -165,6 +165,7 @@ def _fit(
                 "router.force_balance=true: experts are dealt out evenly, not chosen; for benchmarks only"
             )
     trainer = _trainer(cfg, layout, env, strategy, loggers, [progress, reporting], run_folder.path)
+    finish_after_fit(trainer, module.finish)
     validation = None
     if cfg.trainer.limit_val_batches:
         limit = cfg.trainer.limit_val_batches

@@ -243,6 +243,22 @@ def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
         reader.get(EXPERT)
 
 
+def test_what_only_the_library_notices_is_one_line(folder: Path) -> None:
+    from sidestream.convert.huggingface import Reader
+
+    with_head(lambda head: head.update(__metadata__={"format": 3}))(folder)
+    with Reader(folder) as reader, pytest.raises(ConfigError, match=r"model\.safetensors: "):
+        reader.get(EXPERT)
+
+
+def test_a_tied_head_that_is_another_tensor_is_refused(folder: Path) -> None:
+    from convert_hf import import_
+
+    change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: is not the embedding"):
+        import_(folder, folder.parent / "out")
+
+
 def test_a_cache_of_links_to_blobs_is_read(written: Path, tmp_path: Path) -> None:
     """The layout of huggingface_hub; a link from there to elsewhere is still refused."""
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"

@@ -136,6 +136,14 @@ def find(key: str, target: str, cfg: DictConfig) -> Any:
     return _walk(key, target, _list(cfg))
 
 
+def check_foreign(key: str, target: Any, cfg: DictConfig) -> None:
+    """Checks a `_target_` that is none of a group's, such as a callback of Hydra's: only the user's packages count."""
+    trusted = _list(cfg)
+    _check_name(key, target, Part(), trusted)
+    if why := _unfit(_walk(key, target, trusted), Part(), trusted):
+        raise ConfigError(key, target, why, expected="a class that you trust", fix=f"remove {key}")
+
+
 def believed(words: Sequence[str]) -> list[str]:
     """Returns what this process trusts: what its command line says, and the user's settings. No folder has a say.
 
@@ -304,6 +312,7 @@ __all__ = [
     "VARIABLE",
     "Part",
     "believed",
+    "check_foreign",
     "check_part",
     "check_targets",
     "find",

@@ -1,5 +1,6 @@
 """What `train.py` does before and after Hydra: errors in one line, exit codes, and starting the ranks."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config import schema, trust
+from sidestream.config import hydra_trust, schema, trust
 from sidestream.config.compatibility import Layout, check, remarks
 from sidestream.config.errors import ConfigError, cannot_write, is_of_place
 from sidestream.config.help import help_text, list_options_once
@@ -34,6 +35,7 @@ from sidestream.launch import (
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, save_resolved
 from sidestream.launch.scratch import scratch
+from sidestream.launch.stored import refuse_links, refused
 from sidestream.launch.supervisor import rank_environment, supervise
 from sidestream.launch.worker import RankEnv, run_rank
 from sidestream.tracking import lock
@@ -53,11 +55,12 @@ def run(main: Callable[[], None], *, shows_status: bool = True) -> NoReturn:
     terminal.outlive()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints and exits before we can explain
     register()
-    sys.path.append(os.getcwd())  # the user's package may lie here
-    if torchrun.follows():
-        sys.exit(torchrun.follow())
     _typed[:] = sys.argv[1:]
     try:
+        if trust.believed(_typed):  # the user's package may lie here; otherwise nothing here is code
+            sys.path.append(os.getcwd())
+        if torchrun.follows():
+            sys.exit(torchrun.follow())
         _typed[:] = arguments.with_latest(_typed)
         flags, overrides = arguments.split(_typed)
         if shows_status and arguments.runs(_typed):
@@ -80,6 +83,7 @@ def run(main: Callable[[], None], *, shows_status: bool = True) -> NoReturn:
 def register() -> None:
     """Makes schemas and resolvers known; `conf/` cannot be composed without. May be called twice."""
     schema.register()
+    hydra_trust.install()
     list_options_once()
     OmegaConf.register_new_resolver("help_text", help_text, replace=True)
     OmegaConf.register_new_resolver("job_label", arguments.job_label, replace=True)
@@ -127,25 +131,30 @@ class BeforeRun(Callback):
             arguments.refuse_study(config.hydra, _typed)
         folder = Path(config.hydra.run.dir).absolute()
         cfg = of_the_task(config, folder=folder)
+        with refused(folder, "resume") if cfg.resume is not None else contextlib.nullcontext():
+            self._check_task(cfg, folder)
+
+    def _check_task(self, cfg: DictConfig, folder: Path) -> None:
+        if cfg.resume is not None and Path(cfg.resume).absolute() != folder:
+            why = "only the command line can resume a run"
+            raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
         layout = check(cfg, **torchrun.world())
         from sidestream.predict.here import check_memory  # `--help` does without it
 
         check_memory(cfg, layout)
         for remark in remarks(cfg, layout):
-            status.line(f"warning: {remark}")
+            status.line(f"warning: {printable(remark, limit=2000)}")
         if cfg.resume is None:
             _check_initial_weights(cfg.initial_weights)
             _claim(folder)
             lock.hold(folder, key="hydra.run.dir")
-        elif Path(cfg.resume).absolute() != folder:
-            why = "only the command line can resume a run"
-            raise ConfigError("resume", cfg.resume, why, expected="null in YAML", fix="resume=null")
         else:
             status.say("checking the checkpoints")
+            refuse_links(folder, "resume")
             chosen = resume.choose(folder)
             changes = resume.check_changes(folder, new=resolve(cfg), layout=layout, done=chosen.step)
             for line in [*chosen.lines, *changes]:
-                status.line(line)
+                status.line(printable(line, limit=2000))
 
 
 def of_the_task(config: DictConfig, *, folder: Path) -> DictConfig:

@@ -10,15 +10,15 @@ from typing import Any
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
-from sidestream.launch import arguments
-from sidestream.launch.record import RESOLVED, Launch
+from sidestream.launch import arguments, taken
+from sidestream.launch.record import RESOLVED, Launch, load_resolved
 from sidestream.tracking import lock
 from sidestream.tracking.integrity import FOLDER, LEFTOVER, Choice, checkpoints, newest_whole, step_of
-from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_yaml
+from sidestream.tracking.untrusted import Unreadable, printable, read_json
 
 STRICT = "resume.strict"  # of the command line only: `resume` is the folder itself
 
-_NOT_SAID = ("resume", "debug")  # of this command, not of the run
+_NOT_SAID = ("resume", "debug", "trusted_targets")  # of this command, not of the run
 _ABSENT = object()
 
 
@@ -47,15 +47,15 @@ def rewrite(argv: list[str]) -> list[str]:
     launch = _launch(folder, value)
     own = [part for part in overrides if arguments.key_of(part) != "resume"]
     set_again = {arguments.key_of(part) for part in own}
-    saved = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    kept = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    saved = taken.take(kept, folder=folder, option="resume")
+    taken.refuse_flags(launch.flags, arguments.config_flags(argv), folder=folder, option="resume")
     place = [
         f"resume={arguments.quoted(folder)}",
         f"hydra.run.dir={arguments.quoted(folder)}",
         "hydra.output_subdir=.hydra/resume",
     ]
-    given = arguments.config_flags(argv)
-    kept = [] if given else launch.flags
-    return [*flags, *kept, *saved, *own, *place]
+    return [*flags, *saved, *own, *place]
 
 
 def _launch(folder: Path, value: str) -> Launch:
@@ -65,6 +65,9 @@ def _launch(folder: Path, value: str) -> Launch:
     except FileNotFoundError as error:
         why = "no run was started in this folder" if folder.is_dir() else "there is no such folder"
         raise ConfigError("resume", value, why, expected=expected, fix="resume=<run folder>") from error
+    except Unreadable as error:
+        fix = "resume=<run folder>"
+        raise ConfigError("resume", value, str(error), expected=expected, fix=fix) from error
     if not any((folder / FOLDER).glob("step-*")):
         why = "the run has no checkpoint yet"
         raise ConfigError("resume", value, why, expected=expected, fix="run it again from the start")
@@ -140,7 +143,7 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
         ConfigError: the contract refuses a change (`config/resume_contract.py`).
     """
     try:
-        old = dict(_flat(read_yaml(folder / RESOLVED, inside=folder), ""))
+        old = dict(_flat(load_resolved(folder), ""))
     except Unreadable as error:
         fix = "start a new run without resume="
         raise ConfigError("resume", folder, str(error), expected="the config of the run", fix=fix) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,11 @@ def read_config(run: Path, *, trusted: list[str]) -> DictConfig:
 
 
 @contextmanager
-def refused(run: Path) -> Iterator[None]:
+def refused(run: Path, option: str = "run") -> Iterator[None]:
     """Makes one line of whatever goes wrong with the content of a run folder.
+
+    Args:
+        option: What the user named the folder with.
 
     Raises:
         ConfigError: in place of it.
@@ -48,13 +52,25 @@ def refused(run: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Unreadable as error:
-        raise ConfigError(
-            "run", run, str(error), expected="the folder of a run", fix="run=<folder>"
-        ) from error
     except Exception as error:
-        why = f"its config is none of a run ({type(error).__name__}: {error})"
-        raise ConfigError("run", run, why, expected="the folder of a run", fix="run=<folder>") from error
+        found = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+        why, expected = f"its config is none of a run ({found})", "the folder of a run"
+        raise ConfigError(option, run, why, expected=expected, fix=f"{option}=<folder>") from error
 
 
-__all__ = ["read_config", "refused"]
+def refuse_links(run: Path, option: str) -> None:
+    """Refuses a folder with links that lead out of it, before anything is written there: logs are appended to.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    inside = run.resolve()
+    for place, folders, files in os.walk(run):
+        for path in (Path(place) / name for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                why = f"{path.relative_to(run)} is a link that leads out of it"
+                expected, fix = "what is written into a run stays there", f"remove the link {path}"
+                raise ConfigError(option, run, why, expected=expected, fix=fix)
+
+
+__all__ = ["read_config", "refuse_links", "refused"]

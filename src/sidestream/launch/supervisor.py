@@ -85,8 +85,8 @@ def rank_environment(layout: Layout, *, rank: int, store: Path) -> dict[str, str
 
 
 def import_path() -> str:
-    """Returns PYTHONPATH for a child that imports what this process can import: the user's package too."""
-    paths = [*sys.path[:1], os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    """Returns PYTHONPATH for a child that imports what this process can import, but for what lies in this folder."""
+    paths = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.pathsep.join(dict.fromkeys(path for path in paths if path))
 
 
@@ -97,7 +97,7 @@ def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> Rank:
         "PYTHONPATH": import_path(),
         PARENT: str(os.getpid()),
     }
-    command = [sys.executable, "-m", "sidestream.launch.worker", "--folder", str(folder)]
+    command = [sys.executable, "-P", "-m", "sidestream.launch.worker", "--folder", str(folder)]
     with contextlib.ExitStack() as stack:
         log = None if number == 0 else stack.enter_context((folder / f"rank{number}.log").open("ab"))
         # A session of its own: Ctrl-C reaches the ranks through us, once, and we can end all they started.

@@ -2,23 +2,21 @@
 
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
-from sidestream.launch import arguments, resume
+from sidestream.launch import arguments, resume, taken
 from sidestream.launch.record import Launch
 from sidestream.tracking.integrity import FOLDER, newest_whole
 from sidestream.tracking.sweep import Job, read_table
+from sidestream.tracking.untrusted import Unreadable, read_json, read_yaml
 
 KEY = "resume_sweep"
 SAVED = "multirun.yaml"  # Hydra's, written anew at every start of the sweep
@@ -76,9 +74,11 @@ def rewrite(argv: list[str]) -> list[str]:
     own = [part for part in own if arguments.key_of(part) not in ("hydra.sweep.dir", "hydra.mode")]
     changed = {arguments.key_of(part) for part in own}
     ours = ("hydra.sweep.dir", "hydra.mode", KEY)
-    kept = [part for part in saved.overrides if arguments.key_of(part) not in {*changed, *ours}]
+    again_set = {*changed, *ours}
+    kept = [part for part in saved.overrides if arguments.key_of(part) not in again_set]
+    kept = taken.take(kept, folder=folder, option=KEY)
+    taken.refuse_flags(saved.flags, arguments.config_flags(argv), folder=folder, option=KEY)
     again = Again(folder, frozenset(changed))
-    flags = [*([] if arguments.config_flags(argv) else saved.flags), *flags]
     multirun = [] if {"-m", "--multirun"} & set(flags) else ["-m"]
     return [*flags, *multirun, *kept, *own, f"hydra.sweep.dir={arguments.quoted(folder)}"]
 
@@ -86,17 +86,21 @@ def rewrite(argv: list[str]) -> list[str]:
 def _saved(folder: Path, value: str) -> _Saved:
     cause: Exception
     try:
-        # Unresolved: an override may hold ${...}, which is for the jobs to fill in.
-        content: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
-        hydra = content["hydra"]
+        if not (folder / SAVED).exists():
+            raise FileNotFoundError(folder / SAVED)
+        # An override may hold ${...}, which is for the jobs to fill in: nothing is evaluated here.
+        hydra = read_yaml(folder / SAVED, inside=folder)["hydra"]
         overrides = [*hydra["overrides"]["task"], *hydra["overrides"]["hydra"]]
         sources = {source["provider"]: source["path"] for source in hydra["runtime"]["config_sources"]}
-        return _Saved(overrides, _config_flags(hydra["job"]["config_name"], sources))
+        name = hydra["job"]["config_name"]
+        if not all(isinstance(text, str) for text in (*overrides, *sources, *sources.values(), name)):
+            raise TypeError("other values than text")
+        return _Saved(overrides, _config_flags(name, sources))
     except FileNotFoundError as error:
         why = "no sweep was started in this folder" if folder.is_dir() else "there is no such folder"
         cause = error
-    except (OSError, ValueError, KeyError, TypeError, OmegaConfBaseException, YAMLError) as error:
-        why, cause = f"its {SAVED} cannot be read", error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why, cause = f"its {SAVED} cannot be read ({type(error).__name__}: {error})", error
     expected = f"the folder of a sweep, with its {SAVED}"
     raise ConfigError(KEY, value, why, expected=expected, fix=f"{KEY}=<sweep folder>") from cause
 
@@ -107,7 +111,7 @@ def _config_flags(name: str, sources: dict[str, str]) -> list[str]:
     Args:
         sources: Hydra's name of a place -> folder.
     """
-    flags = ["--config-name", name]
+    flags = [] if name == Path(arguments.script()).stem else ["--config-name", name]
     if "command-line" in sources:
         flags += ["--config-dir", sources["command-line"]]
     above = Path(arguments.script()).parents
@@ -191,7 +195,7 @@ def _earlier(folder: Path) -> dict[Path, dict[str, str]]:
     """Returns folder -> overrides of the jobs that were started in a sweep's folder."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if ASIDE not in path.name and path.is_dir():
+        if ASIDE not in path.name and path.is_dir() and not path.is_symlink():
             with contextlib.suppress(OSError, ValueError, TypeError):  # it ended before it wrote them
                 found[path] = values(Launch.load(path).overrides)
     return found
@@ -202,8 +206,8 @@ def _without(overrides: dict[str, str], keys: frozenset[str]) -> dict[str, str]:
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    with contextlib.suppress(Unreadable):
+        return read_json(folder / "result.json", inside=folder)
     return {}
 
 
@@ -217,7 +221,7 @@ def goes_on(folder: Path, *, new: dict[str, Any], layout: Layout) -> bool:
         return resume.strict  # then the job refuses, and says what is damaged
     try:
         resume.check_changes(folder, new=new, layout=layout, done=done)
-    except (OSError, ValueError, KeyError, OmegaConfBaseException, YAMLError):
+    except (OSError, ValueError, KeyError, TypeError, OmegaConfBaseException):
         return False  # another model, no steps left, or files that a crash left unfinished
     return True
 

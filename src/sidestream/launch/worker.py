@@ -149,6 +149,8 @@ def _run(env: RankEnv) -> int:
     parser.add_argument("--folder", type=Path, required=True)
     folder = parser.parse_args().folder
     trusted = json.loads(os.environ.get(trust.VARIABLE, "[]"))
+    if trusted:
+        sys.path.append(os.getcwd())  # as in the process that started this one
     cfg = as_config({**load_resolved(folder), trust.KEY: trusted})
     layout = Launch.load(folder).layout
     return run_rank(cfg, layout=layout, folder=folder, env=env)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from sidestream.lightning.finite import check_finite
 from sidestream.tracking.integrity import FOLDER, checkpoints, step_of
 
 __all__ = ["FOLDER", "SaveCheckpoints", "checkpoints", "step_of"]
@@ -38,9 +39,12 @@ class SaveCheckpoints(Callback):
 
     def _save(self, trainer: Trainer, step: int) -> None:
         self._saved = step
+        check_finite(trainer, trainer.lightning_module, run_folder=self.run_folder)
         trainer.save_checkpoint(self.run_folder / FOLDER / f"step-{step:08d}")
         if trainer.is_global_zero:
-            for old in checkpoints(self.run_folder)[: -self.keep_last]:
+            # Later ones are damaged: the resume passed them over.
+            earlier = [one for one in checkpoints(self.run_folder) if step_of(one) <= step]
+            for old in earlier[: -self.keep_last]:
                 # Out of sight first: a kill while deleting must not leave a checkpoint with holes.
                 doomed = old.with_name(f".{old.name}.old")
                 shutil.rmtree(doomed, ignore_errors=True)  # of an earlier kill

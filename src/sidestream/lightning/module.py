@@ -95,6 +95,8 @@ class SidestreamModule(LightningModule):
         self._train_loader = train_loader
         self.stopping = False
         self._restored: dict[str, Any] | None = None
+        self._began = False
+        self.rate = 0.0  # of the last step
         self._val: Tensor | None = None
 
     @property
@@ -138,12 +140,26 @@ class SidestreamModule(LightningModule):
         # What a checkpoint brought of the earlier config gives way to this one.
         self._options.restore(self._factor(self.global_step))
         self._seed_rank()
-        self.recorder.begin(step=self.global_step)
+        self.recorder.begin(step=self.global_step, share=self.parallel_strategy.broadcast)
+        self._began = True
+        self._validate_if_owed()
+
+    def finish(self) -> None:
+        """Do what is left of a run whose checkpoint has all steps; nothing if it was trained just now."""
+        if not self._began:
+            self.on_train_start()
+            self.on_train_end()
+
+    def _validate_if_owed(self) -> None:
+        """Validate at the step of a checkpoint, if the run ended between writing it and validating."""
+        due = self._restored is not None and self.global_step % self.trainer.val_check_interval == 0
+        if due and self.recorder.last_validation != self.global_step:
+            self._validate()
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step on this rank's share of the global batch."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        lr = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+        self.rate = float(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
         phase.enter(phase.TRAINING, step=self.global_step + 1)
         self.recorder.start_step()
         report, norm = self.parallel_strategy.run_step(
@@ -156,7 +172,7 @@ class SidestreamModule(LightningModule):
         scheduler.step()  # type: ignore[union-attr, call-arg]
         if self._train_loader is not None:
             self._train_loader.commit(self.global_step)
-        self.recorder.end_step(self.global_step, report, norm, lr=lr)
+        self.recorder.end_step(self.global_step, report, norm, lr=self.rate)
         if report.stop:
             self._stop()
 
@@ -218,8 +234,12 @@ class SidestreamModule(LightningModule):
         """Compare the replicas once more; validate if the last step was not a validation step."""
         if self.parallel_strategy.reduction.holds_replicas:
             check_replicas(self.model, self.parallel_strategy.parallel)
+        if not self.stopping and self.recorder.last_validation != self.global_step:
+            self._validate()
+
+    def _validate(self) -> None:
         loader = self.trainer.val_dataloaders
-        if self.stopping or loader is None or self.recorder.last_validation == self.global_step:
+        if loader is None:
             return
         self.eval()
         with torch.no_grad():

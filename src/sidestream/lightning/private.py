@@ -5,6 +5,8 @@ An upgrade that renames one fails in that test and not in a user's run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning.pytorch import Trainer
 
 
@@ -21,3 +23,22 @@ def own_signals(trainer: Trainer) -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
     assert callable(epoch_loop._broadcast_sigterm_tensor)
     epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def finish_after_fit(trainer: Trainer, finish: Callable[[], None]) -> None:
+    """Call `finish` behind the training loop, before anything is torn down.
+
+    Where a checkpoint has all steps, Lightning's loop returns before the first hook, and without validation data.
+    """
+    loop = trainer.fit_loop
+    plain, validation = loop.run, loop.epoch_loop.val_loop
+
+    def run() -> None:
+        plain()
+        if validation._combined_loader is None:
+            trainer.validating = True
+            validation.setup_data()
+            trainer.training = True
+        finish()
+
+    loop.run = run  # type: ignore[method-assign]

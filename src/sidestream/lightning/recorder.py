@@ -36,7 +36,7 @@ class Summary:
     waited_share: float | None
     mfu: float | None
     peak_tflops: float | None
-    bytes_on_wire: int
+    bytes_on_wire: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +102,29 @@ class Recorder:
         self._load_window = expert_load.window(every=sizes.every, max_steps=sizes.max_steps)
         self._val_loss: float | None = None
         self.last_validation: int | None = None
+        self._earlier: dict[str, Any] = {}  # the last training record of earlier starts
 
-    def begin(self, *, step: int) -> None:
-        """Start at `step` committed steps (more than 0 after a resume)."""
+    def begin(self, *, step: int, share: Callable[[Any], Any]) -> None:
+        """Start at `step` committed steps (more than 0 after a resume), knowing what earlier starts recorded.
+
+        Args:
+            share: Gives every rank what rank 0 has.
+        """
         self._step = step
+        records: list[dict[str, Any]] = []
         if self._writes:
             self._folder.cut_metrics(step)
+            records = self._folder.read_metrics()
+        last = {
+            name: record
+            for record in records
+            for name in (names.TRAIN_LOSS, names.VAL_LOSS)
+            if name in record
+        }
+        last = share(last)
+        self._earlier = last.get(names.TRAIN_LOSS, {})
+        if validated := last.get(names.VAL_LOSS):
+            self._val_loss, self.last_validation = validated[names.VAL_LOSS], validated[names.STEP]
 
     def own(self) -> dict[str, float]:
         """What this rank adds to the next report, see `TrainingStep.check`; the time is that of the last step."""
@@ -226,20 +243,36 @@ class Recorder:
         return self._sizes.flops_per_token * tokens_per_second / self._peak_flops
 
     def summary(self) -> Summary:
-        """What was reached so far; speeds without the first steps."""
+        """What was reached so far; speeds without the first steps. Without a step: what an earlier start recorded."""
+        if not self._durations:
+            return self._summary_of_earlier()
         steady = self._durations[WARMUP_STEPS:] or self._durations
         recent = self._losses[-self._every :]
-        speed = self._sizes.tokens_per_step * len(steady) / sum(steady) if steady else None
+        speed = self._sizes.tokens_per_step * len(steady) / sum(steady)
         return Summary(
-            train_loss=statistics.fmean(recent) if recent else None,
+            train_loss=statistics.fmean(recent),
             val_loss=self._val_loss,
             tokens=self._step * self._sizes.tokens_per_step,
             tokens_per_second=speed,
-            step_ms=1e3 * statistics.median(steady) if steady else None,
+            step_ms=1e3 * statistics.median(steady),
             waited_share=self._waited_share(),
-            mfu=self._mfu(speed) if speed is not None else None,
+            mfu=self._mfu(speed),
             peak_tflops=self._peak_flops / self._ranks / 1e12 if self._peak_flops is not None else None,
             bytes_on_wire=self._bytes,
+        )
+
+    def _summary_of_earlier(self) -> Summary:
+        found = self._earlier.get
+        return Summary(
+            train_loss=found(names.TRAIN_LOSS),
+            val_loss=self._val_loss,
+            tokens=self._step * self._sizes.tokens_per_step,
+            tokens_per_second=found(names.TOKENS_PER_SECOND),
+            step_ms=found(names.STEP_MS),
+            waited_share=None,
+            mfu=found(names.MFU),
+            peak_tflops=None,
+            bytes_on_wire=None,
         )
 
     def _waited_share(self) -> float | None:

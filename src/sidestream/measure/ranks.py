@@ -57,7 +57,7 @@ def run_ranks(
                 PARENT: str(os.getpid()),
             }
             process = subprocess.Popen(
-                [sys.executable, "-m", "sidestream.measure.worker", "--folder", str(folder)],
+                [sys.executable, "-P", "-m", "sidestream.measure.worker", "--folder", str(folder)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,

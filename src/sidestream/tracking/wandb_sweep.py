@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.tracking.folder import write_text_atomic
+from sidestream.tracking.sweep import group_of
 from sidestream.tracking.wandb_mode import mode_of
 
 TABLE = "sweep/jobs"
@@ -30,7 +31,7 @@ def log_table(folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str,
         id=_id(folder),
         resume="allow",
         name=f"{folder.name}-table",
-        group=logger["group"] or folder.name,
+        group=logger["group"] or group_of(folder, str(config.get("name") or "")),
         job_type="sweep",
         tags=list(logger["tags"]),
         dir=str(folder),
