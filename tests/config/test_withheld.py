@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from sidestream.config import withheld
+from sidestream.launch import arguments
 from sidestream.launch.record import as_config, load_resolved, save_resolved
 
 SECRET = "hunter2-\u00e9"
@@ -70,6 +71,16 @@ def test_what_was_handed_over_fits_only_where_its_name_is(environment: None) -> 
     withheld.publish([(["a", "b"], "${oc.env:X}", "value"), (["gone", 3], "${oc.env:X}", "value")])
     assert withheld.values({"a": {"b": "mine"}}, withheld.published()) == {"a": {"b": "mine"}}
     assert json.loads(os.environ[withheld.VARIABLE])
+
+
+def test_overrides_are_kept_as_typed_and_are_no_part_of_a_name(
+    environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = "data.cache_dir2=${oc.env:MY_TOKEN}"
+    hydra = OmegaConf.create({"overrides": {"task": [word, "seed=1", "name=a-${oc.decode:3}"]}})
+    assert arguments.of_task(hydra) == [word, "seed=1", "name=a-3"]
+    monkeypatch.setattr("sys.argv", ["train.py", "-m", word, "seed=1,2"])
+    assert arguments.job_label(hydra.overrides.task) == "seed-1"
 
 
 def test_the_resolver_is_back_afterwards(environment: None) -> None:

@@ -219,7 +219,7 @@ def start(cfg: DictConfig) -> None:
             del choices[name]
     Launch(
         command=shlex.join(["python", os.path.relpath(sys.argv[0]), *_typed]),
-        overrides=[part for part in hydra.overrides.task if arguments.key_of(part) != "resume"],
+        overrides=[part for part in arguments.of_task(hydra) if arguments.key_of(part) != "resume"],
         flags=arguments.config_flags(sys.argv[1:]),
         choices=choices,
         layout=layout,
