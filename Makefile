@@ -52,3 +52,8 @@ readme: $(STAMP)
 peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable ".[dev,peers]"
 	$(BIN)/python -m pip install --quiet --no-deps torchtitan==0.3.0 spmd-types==0.2.3 tyro docstring-parser triton
+
+# Kills and stops runs at random moments and counts what becomes of them; in pieces: ARGS="--runs 20 --seed 3 --out chaos/3".
+.PHONY: chaos
+chaos: $(STAMP)
+	$(BIN)/python scripts/chaos.py $(ARGS)

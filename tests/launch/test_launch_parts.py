@@ -55,6 +55,26 @@ def test_resume_keeps_saved_overrides_and_lets_the_users_win(tmp_path: Path):
     ]
 
 
+def test_a_resume_with_another_option_leaves_behind_what_only_the_earlier_one_has(tmp_path: Path):
+    saved = [
+        "scheduler.warmup_steps=9",
+        "scheduler.decay_fraction=0.1",
+        "optimizer.lr=0.1",
+        "model.head_dim=8",
+    ]
+    run = make_run(tmp_path / "run", *saved)
+    there = resume.rewrite([f"resume={run}", "scheduler=constant", "model=small"])[:-3]
+    assert there == [saved[0], *saved[2:], "scheduler=constant", "model=small"]
+
+
+def test_a_refused_option_is_named_as_it_is_typed(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    old = {"trainer": {"max_steps": 5}, "model": {"_target_": "a"}}
+    OmegaConf.save(OmegaConf.create(old), run / RESOLVED)
+    with pytest.raises(ConfigError, match=r"set model=tiny$"):
+        resume.check_changes(run, new={**old, "model": {"_target_": "b"}}, layout=LAYOUT)
+
+
 def test_resume_finds_the_users_own_options_again(tmp_path: Path):
     run = make_run(tmp_path / "run", "router=mine", flags=("--config-dir", "/my conf"))
     with pytest.raises(ConfigError, match="run with --config-dir '/my conf' if you trust it"):

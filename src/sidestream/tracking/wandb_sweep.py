@@ -15,13 +15,16 @@ TABLE = "sweep/jobs"
 PICTURES = {"load": "expert_load.png", "timeline": "overlap.png"}
 
 
-def log_table(folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str, Any]) -> None:
+def log_table(
+    folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str, Any], exit_code: int = 0
+) -> None:
     """Log the table in a run of the jobs' group; a second start of the sweep continues that run.
 
     Args:
         folder: The sweep's.
         rows: Of `sweep.csv`.
         config: Resolved, of one of the jobs: project, group, tags.
+        exit_code: Of the sweep; another than 0 marks the run as failed.
     """
     import wandb
 
@@ -45,7 +48,7 @@ def log_table(folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str,
         pictures = [wandb.Image(str(path)) if path.exists() else None for path in files]
         table.add_data(*row.values(), *pictures)
     run.log({TABLE: table})
-    run.finish()
+    run.finish(exit_code=exit_code)
 
 
 def _id(folder: Path) -> str:
