@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser  # the only place that knows Hydra's flags
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import takes_a_list
@@ -164,7 +164,7 @@ def _squeezed(value: str) -> str:
     return re.sub(r"[\s'\"]+", "", value)  # Hydra writes a value in its own way
 
 
-def of_task(hydra: DictConfig) -> list[str]:
+def of_task(hydra: Any) -> list[str]:
     """Returns the overrides of a run; what names a variable of the environment stays as it was typed."""
     raw: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     return [part if "oc.env" in part else str(hydra.overrides.task[place]) for place, part in enumerate(raw)]
