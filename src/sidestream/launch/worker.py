@@ -139,6 +139,7 @@ def main() -> None:
         code = _run(env)
     except stopping.Stop:
         code = 128 + (stopping.requested() or signal.SIGTERM)
+    stopping.ignore()
     sys.exit(code)
 
 

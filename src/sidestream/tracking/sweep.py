@@ -223,6 +223,4 @@ def _wandb_table(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> N
 
 
 def _resolved(job: Job) -> dict[str, Any]:
-    import yaml
-
-    return yaml.safe_load((job.folder / ".hydra" / "resolved.yaml").read_text(encoding="utf-8"))
+    return read_yaml(job.folder / ".hydra" / "resolved.yaml", inside=job.folder)

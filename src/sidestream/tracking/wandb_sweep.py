@@ -9,6 +9,7 @@ from typing import Any
 
 from sidestream.tracking.folder import write_text_atomic
 from sidestream.tracking.sweep import group_of
+from sidestream.tracking.untrusted import read_text
 from sidestream.tracking.wandb_mode import mode_of
 
 TABLE = "sweep/jobs"
@@ -55,4 +56,4 @@ def _id(folder: Path) -> str:
     path = folder / "wandb_id"
     if not path.exists():
         write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path, inside=folder, limit=100).strip()
