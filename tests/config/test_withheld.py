@@ -77,7 +77,7 @@ def test_overrides_are_kept_as_typed_and_are_no_part_of_a_name(
     environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     word = "data.cache_dir2=${oc.env:MY_TOKEN}"
-    hydra = OmegaConf.create({"overrides": {"task": [word, "seed=1", "name=a-${oc.decode:"3"}"]}})
+    hydra = OmegaConf.create({"number": 3, "overrides": {"task": [word, "seed=1", "name=a-${number}"]}})
     assert arguments.of_task(hydra) == [word, "seed=1", "name=a-3"]
     monkeypatch.setattr("sys.argv", ["train.py", "-m", word, "seed=1,2"])
     assert arguments.job_label(hydra.overrides.task) == "seed-1"
