@@ -20,7 +20,7 @@ phase.enter(phase.TRAINING, step=3)
 stopping.install()
 stopping.watch(give_up, again_after=0.0)
 print("ready", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"a", b"b", 1 << 31)  # minutes without a handler
+hashlib.pbkdf2_hmac("sha256", b"a", b"b", 1 << 30)  # minutes without a handler
 """
 
 
