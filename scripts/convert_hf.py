@@ -130,7 +130,10 @@ def import_(source: Path, out: Path) -> None:
     status.end()
     print(told, file=sys.stderr)
     router = overrides({"router": options["router"]})
-    words = ["-cd", str(out), "model=imported", *router, f"initial_weights={out / 'checkpoint'}"]
+    checkpoint = str(out / "checkpoint")
+    if not re.fullmatch(r"[\w./-]+", checkpoint):  # Hydra's grammar has a use for most other characters
+        checkpoint = "'" + checkpoint.replace("'", r"\'") + "'"
+    words = ["-cd", str(out), "model=imported", *router, f"initial_weights={checkpoint}"]
     print("python train.py", shlex.join(words))
 
 

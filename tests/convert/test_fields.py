@@ -97,6 +97,19 @@ def test_absent_fields_are_transformers_defaults(model_type: str, tmp_path: Path
     assert difference(tmp_path) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+        ("mixtral", {"num_hidden_layers": 1, "num_experts_per_tok": 5, "num_key_value_heads": 6}),
+        ("olmoe", {"num_key_value_heads": None, "num_experts_per_tok": 1, "norm_topk_prob": False}),
+    ],
+)
+def test_logits_at_the_edges(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    write_random(model_type, tmp_path, **fields)
+    assert difference(tmp_path) < 1e-4
+
+
 # Of the cards of the models: fields as they were published.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Mixtral-8x7B-v0.1": {

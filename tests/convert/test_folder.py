@@ -177,7 +177,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor is missing": (with_tensor(EXPERT, None), rf"{EXPERT}: this tensor is missing"),
     "the head is missing": (with_tensor("lm_head.weight", None), r"lm_head\.weight: this tensor is missing"),
-    "a tensor transposed": (with_tensor(EXPERT, torch.zeros(48, 24)), r"\[48, 24\] in .*config\.json says \[24, 48\]"),
+    "a tensor transposed": (with_tensor(EXPERT, torch.zeros(48, 24)), r"\[48, 24\] in .*asks for \[24, 48\]"),
     "a tensor of integers": (with_tensor(EXPERT, torch.zeros(24, 48, dtype=torch.int32)), "stored as I32"),
     "a tensor in eight bits": (
         with_tensor(EXPERT, torch.zeros(24, 48).to(torch.float8_e4m3fn)),

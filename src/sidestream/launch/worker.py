@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from sidestream.config import trust
+from sidestream.config import trust, withheld
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import failures, phase, stopping, terminal
@@ -141,6 +141,7 @@ def main() -> None:
         code = _run(env)
     except stopping.Stop:
         code = 128 + (stopping.requested() or signal.SIGTERM)
+    stopping.ignore()
     sys.exit(code)
 
 
@@ -151,7 +152,8 @@ def _run(env: RankEnv) -> int:
     trusted = json.loads(os.environ.get(trust.VARIABLE, "[]"))
     if trusted:
         sys.path.append(os.getcwd())  # as in the process that started this one
-    cfg = as_config({**load_resolved(folder), trust.KEY: trusted})
+    plain = withheld.values(load_resolved(folder), withheld.published())
+    cfg = as_config({**plain, trust.KEY: trusted})
     layout = Launch.load(folder).layout
     return run_rank(cfg, layout=layout, folder=folder, env=env)
 
