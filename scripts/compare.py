@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             runs, left_out = [*runs, *more], [*left_out, *more_left_out]
         comparison = compare(
             runs,
-            studied=_names(arguments.studied),
+            studied=None if arguments.studied is None else _names(arguments.studied),
             differ=_names(arguments.differ),
             baseline=arguments.baseline,
             left_out=left_out,
@@ -60,9 +60,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--studied",
-        default=",".join(STUDIED),
         metavar="KEY,...",
-        help="groups or keys that may differ: what is compared (default: %(default)s)",
+        help=f"groups or keys that may differ (default: what was swept, and {','.join(STUDIED)})",
     )
     parser.add_argument(
         "--differ",

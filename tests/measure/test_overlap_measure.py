@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sidestream.config.errors import ConfigError
 from sidestream.exchange import link, ops
 from sidestream.measure import overlap, overlap_trace
 from sidestream.measure.overlap import Bench, Measured
@@ -24,6 +25,7 @@ from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
 from sidestream.overlap.two_batch import TwoBatchOverlap
 from tests.clock import virtual_time
+from tests.conformance.broken import Copied, NeverSerial
 from tests.core.build_tiny import SHAPE, Setup, local_batch, make_model, make_step, parallel_for
 from tests.rank_pool import ranks
 
@@ -258,3 +260,25 @@ def test_passes_follow_one_another_on_one_axis():
     assert drawn["ms"] == pytest.approx(160)
     (last,) = [bar for bar in drawn["ranks"][0] if bar["name"] == "experts"]
     assert (last["pass"], last["begin_ms"], last["end_ms"]) == ("backward", 110.0, 160.0)
+
+
+def recorded(rank: int, world: int, schedule: Any) -> str:
+    bench = make_bench(setup_for("none").with_(schedule=schedule), rank, world)
+    try:
+        bench.record()
+        return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        bench.close()
+
+
+def test_a_serial_run_that_is_not_serial_is_not_measured() -> None:
+    said = ranks(2).run(recorded, schedule=NeverSerial)
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        f"overlap={NeverSerial.__module__}.NeverSerial: with enabled=false it still overlaps: "
+    )
+    assert "set " not in said[0] and "remove serial=False where" in said[0]
+    # Copied from the docs and changed, without a word about serial runs.
+    assert ranks(2).run(recorded, schedule=Copied) == ["", ""]

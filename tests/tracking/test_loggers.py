@@ -116,7 +116,7 @@ def test_jobs_of_one_process_are_runs_of_their_own_and_a_resume_continues_one(tm
     assert [len(run_folders(folder)) for folder in folders] == [2, 1, 1]
     assert "WANDB_MODE" not in os.environ
     assert starts[0]["name"] == "train-seed=7"
-    assert starts[0]["group"] == "2026-01-01_00-00-00"
+    assert starts[0]["group"] == "train-2026-01-01_00-00-00"
     assert starts[0]["tags"] == ["dispatcher:alltoall", "overlap:none", "mine"]
     assert {start["mode"] for start in starts} == {"offline"}
 

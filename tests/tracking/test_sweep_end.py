@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,9 @@ def made(folder: Path, *arms: dict[str, Any], key: str = "overlap") -> list[Job]
         place = folder / f"{number}-job"
         write_run(place, seed=seed, load=True, **arm)
         value = "-".join(str(v) for v in arm.get("choices", arm.get("config", {"": "none"})).values())
+        (folder / "multirun.yaml").touch()
+        overrides = [f"{key}={value}", f"seed={seed}"]
+        (place / ".hydra" / "launch.json").write_text(json.dumps({"overrides": overrides}))
         jobs.append(Job(number, place, [f"{key}={value}", f"seed={seed}"], code=0))
     return jobs
 
@@ -70,10 +74,12 @@ def test_a_logged_sweep_has_one_table_more_and_a_second_start_goes_on_in_it(
     for job in jobs:
         (job.folder / "wandb_id").write_text("x\n")
     after_sweep(tmp_path, jobs)
+    jobs[1].code = 1  # the second start fails
     after_sweep(tmp_path, jobs)
     first, second = wandb_runs(tmp_path)
+    assert second.exit_code == 1
     assert first.id == second.id == (tmp_path / "wandb_id").read_text().strip()
-    assert first.group == tmp_path.name and first.tags == ["mine"]
+    assert first.group == f"train-{tmp_path.name}" and first.tags == ["mine"]
     (row,) = [row for row in first.history if any(name.startswith("sweep/jobs") for name in row)]
     assert row["sweep/jobs/nrows"] == 4 and first.exit_code == 0
     # What an upload would send; nothing leaves this machine.

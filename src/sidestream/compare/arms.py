@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from sidestream.compare import fairness
 from sidestream.compare.errors import CompareError
-from sidestream.compare.fairness import FACTS, SEEDS, STUDIED, Difference, covers, show
+from sidestream.compare.fairness import SEED, SEEDS, STUDIED, Difference, covers, value_of
 from sidestream.compare.runs import MEASUREMENT, TRAINING, LeftOut, Run
+from sidestream.tracking.sweep import RECIPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Comparison:
 def compare(
     runs: Sequence[Run],
     *,
-    studied: Sequence[str] = STUDIED,
+    studied: Sequence[str] | None = None,
     differ: Sequence[str] = (),
     baseline: str | None = None,
     left_out: Sequence[LeftOut] = (),
@@ -78,7 +79,7 @@ def compare(
 
     Args:
         runs: Finished runs. Measurements beside training runs only illustrate the arm of the same choices.
-        studied: Groups or keys that may differ.
+        studied: Groups or keys that may differ; None: what sweeps among the runs varied, and `STUDIED`.
         differ: Further keys, groups or facts that may differ; they go into the title.
         baseline: `key=value ...` of one arm; None: the first arm.
         left_out: Goes through to the result.
@@ -90,16 +91,23 @@ def compare(
         raise CompareError(*_nothing(left_out))
     kind = TRAINING if any(run.kind == TRAINING for run in runs) else MEASUREMENT
     compared = [run for run in runs if run.kind == kind]
-    fairness.check_names(compared, studied, differ)
     found = fairness.differences(compared)
 
     def belongs(difference: Difference, names: Sequence[str]) -> bool:
         return any(covers(name, difference.key) for name in names)
 
-    allowed = [d for d in found if belongs(d, studied) or belongs(d, differ)]
-    refused = [d for d in found if d not in allowed]
+    keys = fairness.swept(compared) if studied is None else ()
+    # Seeds are repetitions, unless runs differ in nothing else.
+    of_seeds = keys == (SEED,) and not any(belongs(d, (*STUDIED, *differ)) for d in found)
+    keys = keys if of_seeds else tuple(key for key in keys if key != SEED)
+    studied = (*STUDIED, *keys) if studied is None else studied
+    fairness.check_names(compared, [name for name in studied if name not in keys], differ)
+    named = [d for d in found if belongs(d, studied) or belongs(d, differ)]
+    of_sweep = [d for d in found if d not in named and fairness.on_purpose(d, compared, keys)]
+    refused = [d for d in found if d not in named and d not in of_sweep]
+    allowed = [*_swept(compared, keys), *(d for d in named if not belongs(d, keys))]
     groups = _group(compared, allowed)
-    uneven = fairness.seed_difference(groups)
+    uneven = None if of_seeds else fairness.seed_difference(groups)
     if uneven is not None and SEEDS not in differ:
         refused.append(uneven)
     if refused:
@@ -116,7 +124,9 @@ def compare(
     arms = tuple(_arm(name, members, allowed) for name, members in groups.items())
     arms, not_shown = _illustrate(arms, [run for run in runs if run.kind != kind], studied)
     chosen = _find(arms, baseline)
-    meant = fairness.coarse([d for d in allowed if not belongs(d, studied)])
+    # What a recipe sets nobody typed: it is named with its values.
+    of_recipe = of_sweep if any(key in RECIPES for key in keys) else []
+    meant = fairness.coarse([d for d in [*allowed, *of_recipe] if not belongs(d, studied)])
     return Comparison(
         arms=arms,
         baseline=chosen,
@@ -127,21 +137,24 @@ def compare(
     )
 
 
+def _swept(runs: Sequence[Run], keys: Sequence[str]) -> list[Difference]:
+    """What arms are called after a sweep: the keys that were swept, and nothing that follows from them."""
+    found = []
+    for key in keys:
+        values: dict[str, str] = {}
+        for run in runs:
+            values.setdefault(value_of(run, key), run.name)
+        if len(values) > 1:
+            found.append(Difference(key=key, values=tuple(values.items())))
+    return found
+
+
 def _nothing(left_out: Sequence[LeftOut]) -> list[str]:
     return ["runs=0: no finished run is left; expected runs with status finished", *map(_left_out, left_out)]
 
 
 def _left_out(item: LeftOut) -> str:
     return f"left out: {item.name}: {item.reason}"
-
-
-def value_of(run: Run, key: str) -> str:
-    """What a run has for a group, a config key or a fact."""
-    if key in run.choices:
-        return show(run.choices[key])
-    if key in FACTS:
-        return show(FACTS[key](run))
-    return show(run.config[key]) if key in run.config else "absent"
 
 
 def _group(runs: Sequence[Run], allowed: Sequence[Difference]) -> dict[str, list[Run]]:

@@ -14,7 +14,25 @@ from sidestream.compare.errors import CompareError
 from sidestream.compare.runs import MEASUREMENT, TRAINING, Run
 
 STUDIED = ("dispatcher", "overlap", "fusion", "graph")
-SEEDS = "seeds"
+SEEDS, SEED = "seeds", "seed"
+# Facts that follow from a key: where it was swept, they differ on purpose.
+FOLLOWS = {
+    "device": ("trainer.accelerator", "trainer.devices"),
+    "world_size": ("trainer.devices", "trainer.accelerator"),
+    "expert_parallel_size": (
+        "strategy",
+        "trainer.devices",
+        "trainer.accelerator",
+        "model",
+        "dispatcher",
+        "fusion",
+    ),
+    "transport": ("dispatcher", "fusion", "strategy", "trainer.devices", "trainer.accelerator"),
+    "link": ("link",),
+    "precision": ("trainer.precision",),
+    "data_checksum": ("data",),
+    "tokens": ("trainer.max_steps", "data"),
+}
 
 # Where files lie and what is shown on the screen.
 _PLACES = (
@@ -162,6 +180,53 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
         if fact not in named and (values := _values(runs, read)):
             found.append(Difference(key=fact, values=values))
     return found
+
+
+def swept(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Keys that the jobs of a sweep among these runs do not all set to the same value, in the order they were typed.
+
+    Places and displays are not among them; the seed is.
+    """
+    keys: dict[str, None] = {}
+    for sweep in dict.fromkeys(run.sweep for run in runs if run.sweep is not None):
+        jobs = [run.overrides for run in runs if run.sweep == sweep]
+        for key in dict.fromkeys(key for overrides in jobs for key in overrides):
+            if len({overrides.get(key) for overrides in jobs}) > 1 and not any(
+                covers(i, key) for i in _PLACES
+            ):
+                keys[key] = None
+    return tuple(keys)
+
+
+def on_purpose(difference: Difference, runs: Sequence[Run], keys: Sequence[str]) -> bool:
+    """Whether a difference comes from what was swept.
+
+    A fact does if it follows from one of these keys. What a config has does if jobs of one sweep differ in it (they
+    have everything in common but their overrides), and all runs with the same swept values agree in it.
+    """
+    if difference.key in FACTS:
+        return any(
+            covers(cause, key) or covers(key, cause)
+            for cause in FOLLOWS.get(difference.key, ())
+            for key in keys
+        )
+    values: dict[tuple[str, ...], set[str]] = {}
+    of_sweep: dict[str | None, set[str]] = {}
+    for run in runs:
+        found = show(run.choices.get(difference.key, run.config.get(difference.key, _ABSENT)))
+        values.setdefault(tuple(value_of(run, key) for key in keys), set()).add(found)
+        of_sweep.setdefault(run.sweep, set()).add(found)
+    varies = any(len(found) > 1 for sweep, found in of_sweep.items() if sweep is not None)
+    return varies and all(len(found) == 1 for found in values.values())
+
+
+def value_of(run: Run, key: str) -> str:
+    """What a run has for a group, a config key, a fact, or an override that is none of these."""
+    if key in run.choices:
+        return show(run.choices[key])
+    if key in FACTS:
+        return show(FACTS[key](run))
+    return show(run.config[key]) if key in run.config else run.overrides.get(key, "absent")
 
 
 def coarse(found: Sequence[Difference]) -> list[Difference]:

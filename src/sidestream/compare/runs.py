@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.compare.errors import CompareError
+from sidestream.launch import arguments
 from sidestream.tracking import expert_load
 from sidestream.tracking.folder import RunFolder, is_figure
 from sidestream.tracking.result import misfit
 from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_yaml
 
-RESULT = "result.json"
+RESULT, LAUNCH, SWEEP = "result.json", ".hydra/launch.json", "multirun.yaml"
 LONGEST = 60  # characters of a run's name
 LONGEST_VALUE = 10_000  # characters of a text in a config: more are not told apart
 PICTURES = ("overlap.svg", "overlap.png")  # the first that is there
@@ -37,6 +38,8 @@ class Run:
         env: env.json, `{}` where there is none.
         picture: Timeline of the overlap, None where none was drawn.
         skipped: A printable line per file of which something could not be read.
+        sweep: What jobs of one sweep have in common; None for a run of its own.
+        overrides: Key -> value as typed.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Run:
     env: Mapping[str, Any] = field(default_factory=dict)
     picture: Path | None = None
     skipped: tuple[str, ...] = ()
+    sweep: str | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seed(self) -> int | None:
@@ -166,6 +171,8 @@ def read_run(folder: Path) -> Run:
         env=env,
         picture=_picture(folder),
         skipped=tuple(_in(folder, line) for line in skipped),
+        sweep=str(folder.resolve().parent) if (folder.resolve().parent / SWEEP).is_file() else None,
+        overrides=_overrides(folder),
     )
 
 
@@ -202,6 +209,23 @@ def _env(folder: Path, skipped: list[str]) -> dict[str, Any]:
     return {
         name: _shown(value) for name, value in found.items() if isinstance(value, str) or is_figure(value)
     }
+
+
+def _overrides(folder: Path) -> dict[str, str]:
+    """Of launch.json, `{}` where they cannot be read: then nothing of the run counts as swept."""
+    try:
+        found = (_json(folder, LAUNCH) or {}).get("overrides")
+    except Unreadable:
+        return {}
+    return as_typed(found)
+
+
+def as_typed(overrides: Any) -> dict[str, str]:
+    """Key -> value of a list of overrides that somebody may have written."""
+    if not isinstance(overrides, list):
+        return {}
+    parts = [printable(part, limit=LONGEST_VALUE) for part in overrides if isinstance(part, str)]
+    return {arguments.key_of(part): arguments.value_of(part) for part in parts}
 
 
 def _config(folder: Path) -> dict[str, Any]:

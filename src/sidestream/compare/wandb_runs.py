@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sidestream.compare.errors import CompareError
-from sidestream.compare.runs import LeftOut, Run, flatten
+from sidestream.compare.runs import LeftOut, Run, as_typed, flatten
 from sidestream.tracking import names
 
 # Beside the config in what the logger sends, see `sidestream.run`.
@@ -118,6 +118,8 @@ def _run(name: str, sent: Mapping[str, Any], rows: list[dict[str, Any]]) -> Run:
         result=result,
         metrics=records,
         env={"gpu": gpu},
+        sweep="wandb",
+        overrides=as_typed(identity["overrides"]),
     )
 
 

@@ -4,17 +4,24 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser  # the only place that knows Hydra's flags
+from omegaconf import OmegaConf
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import takes_a_list
 from sidestream.tracking import latest
 from sidestream.tracking.integrity import checkpoints
 
+LONGEST_NAME = 120  # characters of what tells jobs apart, in the name of a folder
+# Where things lie, whom to trust, and what is in the folder above already.
+_NEVER_IN_NAMES = (
+    *("name", "trusted_targets", "paths", "resume", "resume_sweep", "debug", "logger", "hydra"),
+    "data.cache_dir",
+)
 _SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'", re.DOTALL)
 
 
@@ -139,8 +146,48 @@ def script() -> str:
     return str(Path(sys.argv[0]).absolute())
 
 
+def swept(overrides: Iterable[str], typed: Iterable[str]) -> list[str]:
+    """Returns the overrides of a job that tell it from the other jobs of its sweep, as far as names say it.
+
+    Args:
+        overrides: Of the job.
+        typed: Of the sweep. One that is the same there was not swept.
+    """
+    same = {(key_of(part), _squeezed(value_of(part))) for part in typed}
+    told = [part for part in overrides if (key_of(part), _squeezed(value_of(part))) not in same]
+    return [
+        part for part in told if not any(f"{key_of(part)}.".startswith(f"{key}.") for key in _NEVER_IN_NAMES)
+    ]
+
+
+def _squeezed(value: str) -> str:
+    return re.sub(r"[\s'\"]+", "", value)  # Hydra writes a value in its own way
+
+
+def of_task(hydra: Any) -> list[str]:
+    """Returns the overrides of a run; what names a variable of the environment stays as it was typed."""
+    raw: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return [part if "oc.env" in part else str(hydra.overrides.task[place]) for place, part in enumerate(raw)]
+
+
 def job_label(overrides: Iterable[str]) -> str:
-    """Returns the part of a sweep folder's name that tells jobs apart: last part of each key, and value."""
-    told = [part for part in overrides if key_of(part) != "name"]  # in the folder above already
+    """Returns the part of a sweep folder's name that tells jobs apart: last part of each swept key, and value.
+
+    A key and its value are there as a whole or not at all: the number of the job in front of them is its name.
+    """
+    # They come evaluated; what comes from the environment is no part of a name.
+    names = {key_of(part) for part in sys.argv[1:] if "oc.env" in part}
+    told = swept((part for part in overrides if key_of(part) not in names), sys.argv[1:])
     parts = [f"{re.split('[./]', key_of(part))[-1]}-{value_of(part)}" for part in told]
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", "_".join(parts)).strip("-.")[:120]
+    plain = [re.sub(r"[^A-Za-z0-9_.+-]+", "-", part) for part in parts]
+    return "_".join(as_many_as_fit(plain, LONGEST_NAME)).strip("-")
+
+
+def as_many_as_fit(parts: Sequence[str], limit: int) -> list[str]:
+    """Returns the first parts that have at most `limit` characters with one between them; `...` where some are left."""
+    kept: list[str] = []
+    for part in parts:
+        if len("_".join([*kept, part])) > limit - 4:
+            return [*kept, "..."]
+        kept.append(part)
+    return kept

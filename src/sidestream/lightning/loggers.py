@@ -15,11 +15,14 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config import withheld
 from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
-from sidestream.tracking import names
+from sidestream.launch import arguments
+from sidestream.tracking import names, sweep
 from sidestream.tracking.folder import RunFolder, write_text_atomic
 from sidestream.tracking.integrity import resumed, step_of
+from sidestream.tracking.untrusted import parse_yaml, read_text
 from sidestream.tracking.wandb_mode import mode_of
 
 
@@ -69,7 +72,7 @@ def build_loggers(
     config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     context = LoggerContext(
         folder=Path(folder),
-        config=config,
+        config=withheld.names(config, withheld.published()),
         choices=dict(choices),
         identity=dict(identity),
         job_type=job_type,
@@ -156,7 +159,7 @@ def wandb_logger(
         ) from None
     clash = context.config.keys() & {"choices", *context.identity}
     assert not clash, f"identity would hide config keys {sorted(clash)}"
-    experiment = context.choices.get("experiment")
+    experiment, named = context.choices.get("experiment"), str(context.config.get("name") or "")
     mirrored = _mirrored(context.folder)
     run_id = _wandb_id(context.folder)
     run = wandb.init(
@@ -164,7 +167,7 @@ def wandb_logger(
         id=run_id,
         resume="allow",
         name=_run_name(context),
-        group=group or _sweep_name(context.folder) or experiment,
+        group=group or sweep.group_of(context.folder.resolve().parent, named) or experiment,
         job_type=context.job_type,
         tags=[*_choice_tags(context.choices), *tags],
         config={**context.config, "choices": context.choices, **context.identity},
@@ -256,7 +259,7 @@ def _wandb_id(folder: Path) -> str:
     path = folder / "wandb_id"
     if not path.exists():
         write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path, inside=folder, limit=100).strip()
 
 
 def _mirrored(folder: Path) -> int:
@@ -266,22 +269,19 @@ def _mirrored(folder: Path) -> int:
 
 
 def _run_name(context: LoggerContext) -> str:
-    """`<experiment>-<overrides>`, with the folder's name where that exceeds the 128 characters of a wandb name.
+    """`<experiment>-<what was swept>`, or what was typed for a run of its own.
 
-    Not cut: the jobs of a sweep differ in their last overrides and would all be called the same.
+    The folder's name stands in for what exceeds the 128 characters of a wandb name: nothing is cut, or the jobs of a
+    sweep that differ in their last overrides would all be called the same.
     """
     path = context.folder / ".hydra" / "overrides.yaml"
-    overrides = [str(item) for item in OmegaConf.load(path)] if path.exists() else []
-    kept = [item for item in overrides if not item.startswith(("experiment=", "logger"))]
+    listed = parse_yaml(read_text(path, inside=context.folder)) if path.exists() else []
+    overrides = [str(item) for item in listed] if isinstance(listed, list) else []
+    kept = arguments.swept(overrides, sweep.typed(context.folder.resolve().parent))
+    kept = [item for item in kept if not item.startswith("experiment=")]
     experiment = context.choices.get("experiment") or context.config.get("name") or "run"
     name = f"{experiment}-{','.join(kept)}"
     return name if kept and len(name) <= 128 else f"{experiment}-{context.folder.name}"[:128]
-
-
-def _sweep_name(folder: Path) -> str | None:
-    """The name of the sweep a folder belongs to: Hydra writes multirun.yaml beside its jobs."""
-    sweep = folder.resolve().parent
-    return sweep.name if (sweep / "multirun.yaml").exists() else None
 
 
 def _choice_tags(choices: Mapping[str, str]) -> list[str]:

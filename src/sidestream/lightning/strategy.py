@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sidestream.config.errors import ConfigError
+from sidestream.conformance.first_step import FirstStep
 from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
@@ -80,6 +82,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.env, self.graph = env, graph
         self._lint = StepLint() if graph.lint else None
         self._max_norm: float | None = None
+        self._looked = False  # at what the user's own parts return
         self.expert_parallel_size, self.reduction, self.group_timeout = (
             expert_parallel_size,
             reduction,
@@ -185,19 +188,24 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
         Returns:
             The report, and the gradient norm before clipping (fp32, on the device).
+
+        Raises:
+            ConfigError: On every rank, in the first step: a part of the user's own breaks its protocol.
         """
         step = self._step
         assert step is not None, "begin_training first"
         slots = getattr(step.model.schedule, "slots", None)
         bound = (self._lint or self.graph).bind(batch)
-        while True:
-            step.prepare(bound)
-            self._attempt(step, bound, ready=slots is None or not slots.measuring)
-            report = step.check(stop_requested=stop_requested(), own=own)
-            if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
-                break
-        self._max_norm = max_norm
-        norm = step.commit(report, optimizer_step=optimizer_step)
+        with nullcontext() if self._looked else FirstStep(step):
+            while True:
+                step.prepare(bound)
+                self._attempt(step, bound, ready=slots is None or not slots.measuring)
+                report = step.check(stop_requested=stop_requested(), own=own)
+                if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
+                    break
+            self._max_norm = max_norm
+            norm = step.commit(report, optimizer_step=optimizer_step)
+        self._looked = True
         if slots is not None:
             slots.end_step(self.parallel.control, self.root_device)
         return report, norm

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from sidestream.build import make
+from sidestream.conformance import rows
 from sidestream.dispatch.base import DispatchSpec, Received, Routing
 from sidestream.exchange.link import NativeLink
 from sidestream.exchange.ops import Channel
@@ -38,18 +39,8 @@ FLOORS = ("exchange", "bare")
 
 
 @dataclass(frozen=True)
-class Given:
-    """What an arm works on in one round, on the device.
-
-    Attributes:
-        x: `[T, H]`.
-        output_gradient: `[T, H]`.
-        routing: Weights are no leaf of anybody's graph.
-    """
-
-    x: Tensor
-    output_gradient: Tensor
-    routing: Routing
+class Given(rows.Given):
+    """What an arm works on in one round, on the device."""
 
     @classmethod
     def of(cls, draw: Draw, x: Tensor, output_gradient: Tensor) -> Given:

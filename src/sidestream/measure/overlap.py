@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.config.errors import ConfigError
+from sidestream.conformance.serial import SerialLog
 from sidestream.exchange.link import ThrottledLink
 from sidestream.exchange.ops import Span
 from sidestream.measure.overlap_bound import Event, hideable
@@ -167,14 +168,26 @@ class Bench:
         return [trace.end - trace.begin for trace in self._traces]
 
     def record(self) -> None:
-        """Take note of what travels in a serial run."""
+        """Take note of what travels in a serial run.
+
+        Raises:
+            ConfigError: It is not serial, so nothing could be compared with it.
+        """
         self.schedule.enabled = False
         self.tracer.begin_run()
         self._splits = [0]
-        with RecordExchanges() as recorder:
+        with RecordExchanges() as recorder, SerialLog() as log:
             for name in self.work.passes:
                 self.work.run(name)
                 self._splits.append(len(recorder.exchanges))
+        if (problem := log.problem()) is not None:
+            raise ConfigError(
+                "overlap",
+                f"{type(self.schedule).__module__}.{type(self.schedule).__qualname__}",
+                problem,
+                expected="paths that wait where they start",
+                fix="remove serial=False where the schedule makes its paths",
+            )
         self._exchanges = recorder.exchanges
         self._replay = Replay(self.channel, self._exchanges)
 

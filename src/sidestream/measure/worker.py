@@ -47,7 +47,7 @@ def main() -> int:
 
     module = importlib.import_module(plain.pop("module"))
     torch.set_num_threads(1)
-    join_world(env, torch.device("cpu"), timeout=timedelta(seconds=300))
+    join_world(env, torch.device("cpu"), timeout=timedelta(seconds=plain.pop("timeout_s", 300)))
     try:
         records = module.run_plain(plain, say=print if env.rank == 0 else lambda _: None)
     except (ValueError, NotImplementedError) as error:

@@ -70,6 +70,7 @@ class MoEUnit(_AttentionBranch):
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.moe = MoE(shape, parts, layer=layer, ledger=ledger)
         self.schedule = schedule
+        self.moe.runs_serially = lambda: not getattr(schedule, "enabled", True)
         self._before = (before,)  # in a tuple it is no submodule
         make_extra = getattr(schedule, "extra", None)  # a user's own schedule may add nothing
         self.extra = nn.ModuleDict(make_extra(shape) if make_extra is not None else {})

@@ -184,6 +184,8 @@ class MoE(nn.Module):
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
         self.jitter = getattr(parts.router, "jitter", 0.0)
         self._numbers = "first" in inspect.signature(parts.router).parameters
+        # A schedule need not say it to its paths: one that forgets would call a run serial that is not.
+        self.runs_serially: Callable[[], bool] = lambda: False
         if parts.balance.observes:
             ledger.make_room_to_observe()
 
@@ -192,7 +194,7 @@ class MoE(nn.Module):
         x: Tensor,
         context: TokenContext = PLAIN,
         *,
-        serial: bool = False,
+        serial: bool | None = None,
         delay_wgrad: bool = False,
         avoid: Tensor | None = None,
     ) -> Path:
@@ -201,7 +203,8 @@ class MoE(nn.Module):
         Args:
             x: What gate and routed experts read.
             context: Of its tokens.
-            serial, delay_wgrad: See `RoutedPath`.
+            serial: See `RoutedPath`; None: where the schedule has `enabled=False`.
+            delay_wgrad: See `RoutedPath`.
             avoid: `[T, K]` int64, experts that a token must not choose, -1 for none.
         """
         routed = self.route(x, context, avoid=avoid)
@@ -232,8 +235,9 @@ class MoE(nn.Module):
             return {}
         return {"first": self.ledger.deal(self.layer, num_tokens=len(logits_TE), valid=valid)}
 
-    def path(self, routed: Routed, *, serial: bool = False, delay_wgrad: bool = False) -> Path:
-        """The path of a decision."""
+    def path(self, routed: Routed, *, serial: bool | None = None, delay_wgrad: bool = False) -> Path:
+        """The path of a decision; arguments as for `routed_path`."""
+        serial = self.runs_serially() if serial is None else serial
         if self.parts.fused is not None:
             return self._fused_path(self.parts.fused, routed, serial=serial)
         return RoutedPath(

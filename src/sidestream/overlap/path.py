@@ -16,7 +16,13 @@ from sidestream.dispatch.base import Dispatcher, Pending, Received, Routing
 
 
 class Schedule(Protocol):
-    """An overlap option: decides the order of work in a unit."""
+    """An overlap option: decides the order of work in a unit.
+
+    Attributes:
+        name: Of the option.
+        enabled: False: paths of `unit.moe` wait where they start. Nothing else may change with it.
+        changes_model: It computes another function than `overlap=none`.
+    """
 
     name: str
     enabled: bool

@@ -196,7 +196,7 @@ class TrainingStep:
         if not rest:
             counts = ledger.counts.clone()
         else:
-            with ledger.rehearsal(), self._uncounted(), torch.random.fork_rng(devices):
+            with ledger.rehearsal(), self.uncounted(), torch.random.fork_rng(devices):
                 with torch.no_grad(), self.precision():
                     for micro_batch in rest:
                         self.model.loss_sums(micro_batch)
@@ -206,7 +206,7 @@ class TrainingStep:
         return counts
 
     @contextmanager
-    def _uncounted(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """What the dispatcher moves or drops inside comes again in the attempt, and counts there."""
         dispatcher = self.model.parts.dispatcher
         sent, metadata = dispatcher.bytes_sent(), dispatcher.metadata_bytes_sent()

@@ -44,7 +44,7 @@ def keep_top_groups(scores: Tensor, *, top_k: int, num_groups: int, top_groups: 
     Returns:
         `[T, E]`.
     """
-    grouped = scores.view(scores.shape[0], num_groups, -1)
+    grouped = scores.view(scores.shape[0], num_groups, scores.shape[1] // num_groups)
     best = torch.sort(grouped, dim=-1, descending=True).values[..., : top_k // top_groups]
     chosen = top_k_stable(best.sum(dim=-1), top_groups)
     keep = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, chosen, True)

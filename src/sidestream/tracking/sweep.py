@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from sidestream.launch import arguments
 from sidestream.tracking.folder import write_text_atomic
 from sidestream.tracking.spreadsheet import as_csv
-from sidestream.tracking.untrusted import Unreadable, printable, read_bytes, read_text
+from sidestream.tracking.untrusted import Unreadable, printable, read_bytes, read_text, read_yaml
 
 TABLE = "sweep.csv"
 OF_A_JOB = ("number", "state", "reason", "seconds", "folder")  # the first columns; those of the keys follow
@@ -106,6 +107,32 @@ def differing(jobs: Sequence[Job]) -> list[str]:
     return [key for key, found in values.items() if len(found) != len(jobs) or len(set(found)) > 1]
 
 
+SAVED = "multirun.yaml"  # Hydra writes it beside the jobs
+
+
+def group_of(folder: Path, name: str) -> str | None:
+    """Returns what runs of a sweep are grouped by elsewhere: name, date and time; None for a run of its own.
+
+    Args:
+        folder: The sweep's, which may be a time below a date.
+        name: Of the config.
+    """
+    folder = folder.resolve()
+    if not (folder / SAVED).exists():
+        return None
+    date = folder.parent.name if re.fullmatch(r"\d{4}-\d\d-\d\d", folder.parent.name) else ""
+    return "-".join(part for part in (name, date, folder.name) if part)[:128]
+
+
+def typed(folder: Path) -> list[str]:
+    """Returns the overrides that a sweep was started with, as they were typed, [] where they cannot be read."""
+    try:
+        found = read_yaml(folder / SAVED, inside=folder)["hydra"]["overrides"]["task"]
+    except (Unreadable, KeyError, TypeError):
+        return []
+    return [part for part in found if isinstance(part, str)] if isinstance(found, list) else []
+
+
 def rows(folder: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Returns the table: per job, column -> value, None where there is none. All rows have the same columns.
 
@@ -176,24 +203,13 @@ def after_sweep(folder: Path, jobs: Sequence[Job]) -> None:
 def _report(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> None:
     """compare.html and its companions, of what the sweep varies."""
     from sidestream.compare.arms import compare
-    from sidestream.compare.errors import CompareError
-    from sidestream.compare.fairness import STUDIED
     from sidestream.compare.outputs import write
     from sidestream.compare.runs import read_folders
 
     if len(trained) < 2:
         return
     runs, left_out = read_folders([folder])
-    varied = [key for key in differing(jobs) if key != "seed" and key not in RECIPES]
-    studied = [*dict.fromkeys([*STUDIED, *varied])]
-    try:
-        comparison = compare(runs, studied=studied, differ=[], baseline=None, left_out=left_out)
-    except CompareError as error:
-        # An arm or an experiment sets keys of its own; they are named in the title.
-        own = list(dict.fromkeys(line.partition("=")[0] for line in error.lines))
-        if not any(key in RECIPES for key in differing(jobs)) or not all("." in key for key in own):
-            raise
-        comparison = compare(runs, studied=studied, differ=own, baseline=None, left_out=left_out)
+    comparison = compare(runs, left_out=left_out)
     page = next(path for path in write(comparison, folder) if path.suffix == ".html")
     print(f"report: {os.path.relpath(page)}", flush=True)
 
@@ -202,10 +218,9 @@ def _wandb_table(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> N
     if any((job.folder / "wandb_id").exists() for job in trained):
         from sidestream.tracking.wandb_sweep import log_table
 
-        log_table(folder, rows(folder, jobs), config=_resolved(trained[0]))
+        failed = any(job.state not in ("done", "skipped") for job in jobs)
+        log_table(folder, rows(folder, jobs), config=_resolved(trained[0]), exit_code=int(failed))
 
 
 def _resolved(job: Job) -> dict[str, Any]:
-    import yaml
-
-    return yaml.safe_load((job.folder / ".hydra" / "resolved.yaml").read_text(encoding="utf-8"))
+    return read_yaml(job.folder / ".hydra" / "resolved.yaml", inside=job.folder)
