@@ -46,7 +46,9 @@ def test_a_second_process_is_refused_and_told_who_holds_it(run: Path):
         with pytest.raises(ConfigError, match=rf"^resume=.*: process {process.pid} on .*, since 20\d\d-"):
             lock.hold(run, key="resume")
         Launch("", [], [], {}, Layout(2, 2, 2, 1, 4, 1, "cpu")).save(run)
-        with pytest.raises(ConfigError, match=f"process {process.pid} on "):  # also before its first checkpoint
+        with pytest.raises(
+            ConfigError, match=f"process {process.pid} on "
+        ):  # also before its first checkpoint
             resume.rewrite([f"resume={run}"])
         process.send_signal(signal.SIGKILL)  # nothing is cleaned up
         process.wait(timeout=20)
