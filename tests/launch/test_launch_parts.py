@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -256,6 +257,19 @@ def test_requests_to_stop_only_set_a_flag_however_many_come(own_handlers: None, 
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
     assert stopping.requested() == signal.SIGINT
+
+
+def test_a_request_while_a_rank_leaves_changes_nothing():
+    """Also in the last moments of the interpreter, which has no handlers any more: the run has finished."""
+    code = (
+        "import atexit, os, signal\n"
+        "from sidestream.launch import stopping\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, 15); kill(pid, 2)\n"
+        "stopping.install(); stopping.ignore()\n"
+        "os.last = Last(); raise SystemExit(0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
 @pytest.mark.parametrize("name", phase.BEFORE_TRAINING)

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config import withheld
 from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments
@@ -71,7 +72,7 @@ def build_loggers(
     config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     context = LoggerContext(
         folder=Path(folder),
-        config=config,
+        config=withheld.names(config, withheld.published()),
         choices=dict(choices),
         identity=dict(identity),
         job_type=job_type,
