@@ -7,17 +7,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all attack check format clean
 
 train: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not attack" $(ARGS)
+
+# Every command on hostile folders of every kind: SECURITY.md. Minutes.
+attack: $(STAMP)
+	$(BIN)/python -m pytest -m attack tests/trust $(ARGS)
 
 # Everything, with the kernels that `make test` skips because Triton is a gigabyte.
 test-all: $(VENV)/.triton
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not attack" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -52,3 +56,8 @@ readme: $(STAMP)
 peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable ".[dev,peers]"
 	$(BIN)/python -m pip install --quiet --no-deps torchtitan==0.3.0 spmd-types==0.2.3 tyro docstring-parser triton
+
+# Kills and stops runs at random moments and counts what becomes of them; in pieces: ARGS="--runs 20 --seed 3 --out chaos/3".
+.PHONY: chaos
+chaos: $(STAMP)
+	$(BIN)/python scripts/chaos.py $(ARGS)

@@ -22,6 +22,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,10 @@ def import_(source: Path, out: Path) -> None:
     status.end()
     print(told, file=sys.stderr)
     router = overrides({"router": options["router"]})
-    words = ["-cd", str(out), "model=imported", *router, f"initial_weights={out / 'checkpoint'}"]
+    checkpoint = str(out / "checkpoint")
+    if not re.fullmatch(r"[\w./-]+", checkpoint):  # Hydra's grammar has a use for most other characters
+        checkpoint = "'" + checkpoint.replace("'", r"\'") + "'"
+    words = ["-cd", str(out), "model=imported", *router, f"initial_weights={checkpoint}"]
     print("python train.py", shlex.join(words))
 
 
@@ -150,6 +154,7 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
     from sidestream.parallel.weights import PREFIX, load_weights
     from sidestream.tracking.integrity import newest_whole
 
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank reads
     choice = newest_whole(run.absolute(), key="run")
     print(*choice.lines, sep="\n", end="\n" if choice.lines else "", file=sys.stderr)
     cfg = read_config(run, trusted=trusted or [])

@@ -23,7 +23,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from plot_loss import main as plot_loss
@@ -38,6 +37,7 @@ from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.markdown import notes
 from sidestream.tracking.markdown import table as markdown_table
+from sidestream.tracking.untrusted import read_yaml
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
@@ -160,8 +160,7 @@ def take_overlap(sweep: Path) -> None:
     )
     if not folders:
         raise ValueError(f"overlap={sweep}: no */overlap.json in it; expected the folder of a sweep")
-    config = OmegaConf.load(sweep / "multirun.yaml")
-    overrides = list(OmegaConf.select(config, "hydra.overrides.task"))
+    overrides = read_yaml(sweep / "multirun.yaml")["hydra"]["overrides"]["task"]
     command = shlex.join(["python", "scripts/measure_overlap.py", "-m", *overrides])
     record = overlap_matrix.collect([folder / "overlap.json" for folder in folders], command=command)
     write_json_atomic(OVERLAP_RESULT, record)
@@ -175,10 +174,8 @@ def take_quality(sweeps: list[Path]) -> None:
     """
     commands = []
     for sweep in sweeps:
-        config = OmegaConf.load(sweep / "multirun.yaml")
-        commands.append(
-            shlex.join(["python", "train.py", "-m", *OmegaConf.select(config, "hydra.overrides.task")])
-        )
+        overrides = read_yaml(sweep / "multirun.yaml")["hydra"]["overrides"]["task"]
+        commands.append(shlex.join(["python", "train.py", "-m", *overrides]))
     record = quality.collect(sweeps, commands=commands)
     write_json_atomic(QUALITY_RESULT, record)
     quality.draw(record, json.loads(OVERLAP_RESULT.read_text(encoding="utf-8")), QUALITY_PICTURE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,10 @@ def test_an_import_has_its_config_beside_the_checkpoint(
     import_(tmp_path / "hf", tmp_path / "a new folder")
     told = capsys.readouterr()
     assert "not compared with transformers, which is not installed" in told.err
-    assert "'initial_weights=" in told.out and "router.top_k=3" in told.out
+    line = shlex.split(told.out)
+    assert (
+        line[-1] == f"initial_weights='{tmp_path}/a new folder/checkpoint'" and "router.top_k=3" in told.out
+    )
     cfg, _ = compose_run(["model.num_layers=2"], world=1)
     with pytest.raises(
         ConfigError, match=r"are of a model with 200; also model\.num_layers=2 where theirs is 4"

@@ -12,7 +12,7 @@ import pytest
 from sidestream.config.errors import ConfigError
 from sidestream.convert.families import FAMILIES, model_options
 from sidestream.convert.fields import ABSENT, ALIASES, COMMON, FIELDS, Only, Read, known
-from tests.convert.tiny import CLASSES, MODELS, change_config, difference, write_random
+from tests.convert.tiny import CLASSES, MODELS, ROOT, change_config, difference, write_random
 
 transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5'")
 
@@ -94,6 +94,19 @@ def test_absent_fields_are_transformers_defaults(model_type: str, tmp_path: Path
         "hidden_act",
         "dtype",
     )
+    assert difference(tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+        ("mixtral", {"num_hidden_layers": 1, "num_experts_per_tok": 5, "num_key_value_heads": 6}),
+        ("olmoe", {"num_key_value_heads": None, "num_experts_per_tok": 1, "norm_topk_prob": False}),
+    ],
+)
+def test_logits_at_the_edges(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    write_random(model_type, tmp_path, **fields)
     assert difference(tmp_path) < 1e-4
 
 
@@ -207,3 +220,13 @@ def test_text_of_the_file_is_shown_and_not_obeyed() -> None:
     with pytest.raises(ConfigError) as refused:
         model_options({"model_type": "olmoe", "a\x1b[2J\nerror: all well": "\x1b]0;x\x07"})
     assert "\x1b" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_page_has_the_tables(capsys: pytest.CaptureFixture) -> None:
+    from convert_hf import fields
+
+    fields()
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    assert page.endswith(capsys.readouterr().out), (
+        "python scripts/convert_hf.py fields prints the last part of it"
+    )

@@ -177,7 +177,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor is missing": (with_tensor(EXPERT, None), rf"{EXPERT}: this tensor is missing"),
     "the head is missing": (with_tensor("lm_head.weight", None), r"lm_head\.weight: this tensor is missing"),
-    "a tensor transposed": (with_tensor(EXPERT, torch.zeros(48, 24)), r"\[48, 24\] in .*config\.json says \[24, 48\]"),
+    "a tensor transposed": (with_tensor(EXPERT, torch.zeros(48, 24)), r"\[48, 24\] in .*asks for \[24, 48\]"),
     "a tensor of integers": (with_tensor(EXPERT, torch.zeros(24, 48, dtype=torch.int32)), "stored as I32"),
     "a tensor in eight bits": (
         with_tensor(EXPERT, torch.zeros(24, 48).to(torch.float8_e4m3fn)),
@@ -241,6 +241,22 @@ def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
         pytest.raises(ConfigError, match=f"{EXPERT}: holds values that are not finite"),
     ):
         reader.get(EXPERT)
+
+
+def test_what_only_the_library_notices_is_one_line(folder: Path) -> None:
+    from sidestream.convert.huggingface import Reader
+
+    with_head(lambda head: head.update(__metadata__={"format": 3}))(folder)
+    with Reader(folder) as reader, pytest.raises(ConfigError, match=r"model\.safetensors: "):
+        reader.get(EXPERT)
+
+
+def test_a_tied_head_that_is_another_tensor_is_refused(folder: Path) -> None:
+    from convert_hf import import_
+
+    change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: is not the embedding"):
+        import_(folder, folder.parent / "out")
 
 
 def test_a_cache_of_links_to_blobs_is_read(written: Path, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_trained_run_exports_to_equal_logits(name: str, tmp_path: Path) -> None:
     OmegaConf.save(OmegaConf.create(cfg), run / ".hydra" / "resolved.yaml")
 
     export(run, tmp_path / "out", dtype=None)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0  # of bytes
     theirs = their_logits(tmp_path / "out", tokens())
     loaded = OmegaConf.create({**cfg, "initial_weights": None})
     (ours,) = ranks(1).run(logits_of_checkpoint, cfg=loaded, checkpoint=str(checkpoints(run)[-1]))

@@ -184,7 +184,15 @@ def test_a_damaged_config_beside_a_checkpoint_is_one_line(
 ) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     shutil.copytree(run[0].parents[1], tmp_path / "run")
-    for text in ("model: 3\n", "model: {num_layers: x}\n", "[", "a: &a [*a]\n", "model: {}\nrouter: []\n"):
+    huge = "model: {num_layers: 4000000000, num_heads: 1, hidden_size: 2, moe_layers: 1}"
+    for text in (
+        huge,
+        "model: 3\n",
+        "model: {num_layers: x}\n",
+        "[",
+        "a: &a [*a]\n",
+        "model: {}\nrouter: []\n",
+    ):
         (tmp_path / "run" / ".hydra" / "resolved.yaml").write_text(text)
         with pytest.raises(ConfigError, match=r"resolved\.yaml") as refused:
             check_weights(run[1], checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,26 @@ def test_resume_keeps_saved_overrides_and_lets_the_users_win(tmp_path: Path):
         f"hydra.run.dir='{run}'",
         "hydra.output_subdir=.hydra/resume",
     ]
+
+
+def test_a_resume_with_another_option_leaves_behind_what_only_the_earlier_one_has(tmp_path: Path):
+    saved = [
+        "scheduler.warmup_steps=9",
+        "scheduler.decay_fraction=0.1",
+        "optimizer.lr=0.1",
+        "model.head_dim=8",
+    ]
+    run = make_run(tmp_path / "run", *saved)
+    there = resume.rewrite([f"resume={run}", "scheduler=constant", "model=small"])[:-3]
+    assert there == [saved[0], *saved[2:], "scheduler=constant", "model=small"]
+
+
+def test_a_refused_option_is_named_as_it_is_typed(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    old = {"trainer": {"max_steps": 5}, "model": {"_target_": "a"}}
+    OmegaConf.save(OmegaConf.create(old), run / RESOLVED)
+    with pytest.raises(ConfigError, match=r"set model=tiny$"):
+        resume.check_changes(run, new={**old, "model": {"_target_": "b"}}, layout=LAYOUT)
 
 
 def test_resume_finds_the_users_own_options_again(tmp_path: Path):
@@ -236,6 +257,19 @@ def test_requests_to_stop_only_set_a_flag_however_many_come(own_handlers: None, 
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
     assert stopping.requested() == signal.SIGINT
+
+
+def test_a_request_while_a_rank_leaves_changes_nothing():
+    """Also in the last moments of the interpreter, which has no handlers any more: the run has finished."""
+    code = (
+        "import atexit, os, signal\n"
+        "from sidestream.launch import stopping\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, 15); kill(pid, 2)\n"
+        "stopping.install(); stopping.ignore()\n"
+        "os.last = Last(); raise SystemExit(0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
 @pytest.mark.parametrize("name", phase.BEFORE_TRAINING)

@@ -125,7 +125,8 @@ def test_cut_drops_later_steps_and_what_a_crash_left(tmp_path):
 def test_env_names_versions_and_the_environment_that_matters(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for name in ("WANDB_API_KEY", "TORCH_HUB_TOKEN", "TORCH_", "NCCL_SECRET"):
+        monkeypatch.setenv(name, "secret")
     run = RunFolder(tmp_path)
     run.write_env(command=["train.py", "seed=1"])
     env = json.loads(run.env_path.read_text())

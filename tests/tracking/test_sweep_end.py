@@ -74,8 +74,10 @@ def test_a_logged_sweep_has_one_table_more_and_a_second_start_goes_on_in_it(
     for job in jobs:
         (job.folder / "wandb_id").write_text("x\n")
     after_sweep(tmp_path, jobs)
+    jobs[1].code = 1  # the second start fails
     after_sweep(tmp_path, jobs)
     first, second = wandb_runs(tmp_path)
+    assert second.exit_code == 1
     assert first.id == second.id == (tmp_path / "wandb_id").read_text().strip()
     assert first.group == f"train-{tmp_path.name}" and first.tags == ["mine"]
     (row,) = [row for row in first.history if any(name.startswith("sweep/jobs") for name in row)]

@@ -70,9 +70,11 @@ def train_one(
     layout: dict[str, Any],
     folder: str,
     stop: tuple[int, int] | None = None,
+    stop_validation: tuple[int, int] | None = None,
     path: str | None = None,
 ) -> dict[str, Any]:
-    """One rank. `stop=(rank, step)`: that rank asks to stop during that step. `path`: goes on `sys.path`."""
+    """One rank. `stop=(rank, step)`: that rank asks to stop during that step;
+    `stop_validation=(rank, batch)`: before that batch of a validation. `path`: goes on `sys.path`."""
     from sidestream import run
     from sidestream.lightning.module import SidestreamModule
 
@@ -80,7 +82,15 @@ def train_one(
         sys.path.insert(0, path)
     env = RankEnv(rank, rank, world, world, "file:///not-used")
     stopping._received = None
-    original = SidestreamModule.training_step
+    original, validation = SidestreamModule.training_step, SidestreamModule.validation_step
+    if stop_validation is not None and stop_validation[0] == rank:
+
+        def validation_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == stop_validation[1]:
+                stopping._received = 15
+            return validation(self, batch, batch_idx)
+
+        SidestreamModule.validation_step = validation_step  # type: ignore[method-assign]
     if stop is not None and stop[0] == rank:
 
         def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -94,6 +104,7 @@ def train_one(
     finally:
         stopping._received = None
         SidestreamModule.training_step = original  # type: ignore[method-assign]
+        SidestreamModule.validation_step = validation  # type: ignore[method-assign]
 
 
 def losses(folder: Path) -> dict[int, float]:

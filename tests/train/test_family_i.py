@@ -10,7 +10,7 @@ import torch
 from sidestream.config.errors import ConfigError
 from sidestream.lightning.checkpoint import checkpoints
 from sidestream.tracking.folder import RunFolder
-from tests.train.fit import fit, losses, tensors
+from tests.train.fit import assert_same_run, fit, losses, tensors
 
 
 def test_i4_one_axis_of_optimizer_steps(tmp_path: Path) -> None:
@@ -58,6 +58,39 @@ def test_i5_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     fit(tmp_path / "stopped", f"resume={tmp_path / 'stopped'}")
     fit(tmp_path / "whole")
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("rank", "batch"), [(0, 0), (1, 3)])
+def test_a_request_leaves_a_validation_at_a_batch_and_saves_first(
+    rank: int, batch: int, tmp_path: Path
+) -> None:
+    """A scheduled validation of a step that has no checkpoint."""
+    options = ["trainer.val_check_interval=3", "trainer.limit_val_batches=5"]
+    results = fit(tmp_path / "stopped", *options, stop_validation=(rank, batch))
+    assert [result["status"] for result in results] == ["interrupted", "interrupted"]
+    assert [path.name for path in checkpoints(tmp_path / "stopped")] == ["step-00000003"]
+    assert not any("val/loss" in r for r in RunFolder(tmp_path / "stopped").read_metrics())
+    fit(tmp_path / "stopped", *options, f"resume={tmp_path / 'stopped'}")
+    fit(tmp_path / "whole", *options)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    # Not the mean over the batches that were left.
+    assert validations(tmp_path / "stopped").items() <= validations(tmp_path / "whole").items()
+
+
+def validations(folder: Path) -> dict[int, float]:
+    return {r["step"]: r["val/loss"] for r in RunFolder(folder).read_metrics() if "val/loss" in r}
+
+
+def test_a_request_in_the_last_validation_leaves_it_too(tmp_path: Path) -> None:
+    results = fit(tmp_path, "trainer.max_steps=2", stop_validation=(1, 1))
+    assert [result["status"] for result in results] == ["interrupted", "interrupted"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+
+
+def test_no_validation_when_a_run_stops_at_a_step_that_has_one(tmp_path: Path) -> None:
+    fit(tmp_path, "trainer.val_check_interval=3", stop=(0, 3))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
+    assert not any("val/loss" in r for r in RunFolder(tmp_path).read_metrics())
 
 
 def test_final_validation_also_when_the_interval_does_not_divide(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class RanksLauncher(Launcher):
             )
 
     def _job(self, overrides: list[str], number: int) -> "tuple[Job, DictConfig]":
+        from sidestream.launch import arguments
         from sidestream.tracking.sweep import Job
 
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
@@ -146,7 +147,7 @@ class RanksLauncher(Launcher):
             config.hydra.job.id, config.hydra.job.num = str(number), number
         HydraConfig.instance().set_config(config)
         folder = (Path(config.hydra.sweep.dir) / str(config.hydra.sweep.subdir)).absolute()
-        return Job(number, folder, list(config.hydra.overrides.task)), config
+        return Job(number, folder, arguments.of_task(config.hydra)), config
 
     def _command(self, job: "Job") -> list[str]:
         """Makes the folder of a job ready and returns the command line that runs it there."""
@@ -177,9 +178,8 @@ def _refusal(job: "Job", config: DictConfig) -> "ConfigError | None":
     from sidestream.tracking import lock
 
     try:
-        if sweeps.again and (owner := lock.owner_of(job.folder)):
-            why, fix = f"another process trains in this folder: {owner}", "wait for its end, or stop it"
-            raise ConfigError("resume", job.folder, why, expected="a run that has ended", fix=fix)
+        if sweeps.again:
+            lock.refuse_held(job.folder, key="resume")
         cfg = entry.of_the_task(config, folder=job.folder)
         layout = check(cfg)
         if sweeps.again:

@@ -11,7 +11,7 @@ from html import escape
 
 from sidestream.compare.arms import Arm, Comparison
 from sidestream.compare.figures import Curve, Figures
-from sidestream.compare.table import number
+from sidestream.compare.table import number, ratio_text
 
 COLORS = 8  # classes arm-0 to arm-7; further arms take them again
 LINE = 1.5 * 13  # px, of a row's label
@@ -123,32 +123,53 @@ def _points(curve: Curve, values, x, y) -> str:
 
 
 def speed_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width: int) -> str:
-    """A bar per arm from zero, tokens per second; a line from the slowest to the fastest seed."""
-    rows = [(of, of.flat["tokens_per_second"]) for of in all_figures]
-    known = [of.flat["tokens_per_second_max"] for of, value in rows if value is not None]
-    if not known:
+    """A bar per arm, its speed over the baseline's; a line from the smallest to the largest ratio of the seeds.
+
+    Bar, line and label are the same numbers. Without a ratio there is no bar, and the label says why.
+    """
+    rows = [(of, *speed_ratio(of)) for of in all_figures]
+    if not any(of.flat["tokens_per_second"] for of in all_figures):
         return ""
-    parts = [_open(width, len(rows), "Tokens per second")]
-    room = width - 124
-    for place, (of, value) in enumerate(rows):
+    largest = max([1.0, *(high for _, _, _, high in rows if high is not None)])
+    parts = [_open(width, len(rows), "Tokens per second over the baseline's")]
+    room = max(60, width - 230)
+    for place, (of, ratio, low, high) in enumerate(rows):
         kind, top = color_class(comparison, of.arm), place * ROW
-        length = room * (value or 0.0) / max(known)
+        end = 0.0
         parts.append(_label(of, top))
+        if ratio is not None:
+            end = room * ratio / largest
+            parts.append(
+                f'<rect class="bar {kind}" x="0" y="{top + LINE:.1f}" width="{end:.1f}" height="14" rx="2"/>'
+            )
+        if low is not None and high is not None:
+            ends = (room * low / largest, room * high / largest)
+            end = max(end, ends[1])
+            parts.append(
+                f'<line class="spread" x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{top + LINE + 7}" '
+                f'y2="{top + LINE + 7}"/>'
+            )
         parts.append(
-            f'<rect class="bar {kind}" x="0" y="{top + LINE:.1f}" width="{length:.1f}" height="14" rx="2"/>'
-        )
-        slow, fast = (
-            room * (of.flat[f"tokens_per_second_{end}"] or 0.0) / max(known) for end in ("min", "max")
-        )
-        parts.append(
-            f'<line class="spread" x1="{slow:.1f}" x2="{fast:.1f}" y1="{top + LINE + 7}" y2="{top + LINE + 7}"/>'
-        )
-        ratio = of.flat["tokens_per_second_ratio"]
-        text = number(value) + ("" if ratio is None else f" (\u00d7 {ratio:.2f})")
-        parts.append(
-            f'<text class="value" x="{max(length, fast) + 7:.1f}" y="{top + LINE + 11:.1f}">{text}</text>'
+            f'<text class="value" x="{end + 7:.1f}" y="{top + LINE + 11:.1f}">{escape(speed_label(of))}</text>'
         )
     return "".join([*parts, "</svg>"])
+
+
+def speed_ratio(of: Figures) -> tuple[float | None, float | None, float | None]:
+    """What is drawn of an arm's speed over the baseline's: bar, and both ends of the line; None where nothing is."""
+    if of.flat["baseline"]:
+        return (1.0, None, None) if of.flat["tokens_per_second"] else (None, None, None)
+    if of.flat["timing"] == "busy":
+        return None, None, None
+    low, high = (of.flat[f"tokens_per_second_ratio_{end}"] for end in ("min", "max"))
+    return of.flat["tokens_per_second_ratio"], low, high
+
+
+def speed_label(of: Figures) -> str:
+    """`\u00d7 0.95 (0.90 to 1.01)`, or why there is no ratio; the baseline's tokens per second."""
+    if of.flat["baseline"]:
+        return f"{number(of.flat['tokens_per_second'])} tokens/s"
+    return ratio_text(of) or "-"
 
 
 def difference_chart(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sidestream.compare.arms import Arm, Comparison
-from sidestream.compare.paired import Interval, median, paired, quartiles
+from sidestream.compare.paired import Interval, interval, median, paired, quartiles
 from sidestream.compare.runs import Run
 from sidestream.tracking import names
 from sidestream.tracking.folder import is_count, is_figure
 
 # As `sidestream.lightning.recorder.WARMUP_STEPS`, which cannot be read without torch; a test compares them.
 WARMUP_STEPS = 5
+BUSY = 0.1  # of the steps' time spent waiting for a core: such a timing is of the machine, not of the run
 LOSSES = {"val_loss": names.VAL_LOSS, "train_loss": names.TRAIN_LOSS}
 
 
@@ -134,15 +136,38 @@ def _at(arm: Arm, loss: str, tokens: int | None) -> dict[int, float]:
     return {seed: series(run, LOSSES[loss])[tokens] for seed, run in arm.by_seed.items()}
 
 
-def _times(arm: Arm, baseline: Arm) -> dict[str, float | None]:
+def waited_share(arm: Arm) -> float | None:
+    """Of the steps' time, for which the worst rank of the worst run wanted a core and had none; None if unknown."""
+    known = [value for run in arm.runs if (value := run.part("metrics").get("waited_share")) is not None]
+    return max(known, default=None)
+
+
+def _timing(arm: Arm, baseline: Arm, ratios: Sequence[float]) -> str:
+    """Why the speed of an arm is not compared with the baseline's; empty if it is."""
+    if any((waited_share(one) or 0.0) > BUSY for one in (arm, baseline)):
+        return "busy"
+    if len(ratios) > 1:
+        mean = interval([math.log(ratio) for ratio in ratios])
+        return "" if mean.excludes_zero else "noise"
+    mine, base = (quartiles(steady(one.runs[0], names.STEP_MS)) for one in (arm, baseline))
+    if mine is None or base is None:
+        return "noise"
+    return "" if mine[0] > base[2] or mine[2] < base[0] else "noise"
+
+
+def _times(arm: Arm, baseline: Arm) -> dict[str, Any]:
     steps = [quartiles(steady(run, names.STEP_MS)) for run in arm.runs]
     speed, base = _speeds(arm), _speeds(baseline)
-    ratios = [speed[seed] / base[seed] for seed in sorted(speed.keys() & base.keys()) if base[seed] > 0]
+    pairs = [(speed[seed], base[seed]) for seed in sorted(speed.keys() & base.keys())]
+    ratios = [mine / other for mine, other in pairs if mine > 0 and other > 0]
+    timing = "" if arm is baseline else _timing(arm, baseline, ratios)
     return {
+        "waited_share": waited_share(arm),
+        "timing": timing,
         "tokens_per_second": median(list(speed.values())),
         "tokens_per_second_min": min(speed.values(), default=None),
         "tokens_per_second_max": max(speed.values(), default=None),
-        "tokens_per_second_ratio": None if arm is baseline else median(ratios),
+        "tokens_per_second_ratio": None if arm is baseline or timing else median(ratios),
         "tokens_per_second_ratio_min": None if arm is baseline else min(ratios, default=None),
         "tokens_per_second_ratio_max": None if arm is baseline else max(ratios, default=None),
         "step_ms": median([_step_ms(run) for run in arm.runs]),
@@ -217,9 +242,16 @@ def remarks(comparison: Comparison, all_figures: Sequence[Figures]) -> list[str]
     if all_figures[0].flat["tokens_per_second"] is not None:
         lines.append(
             f"Timings are medians after {WARMUP_STEPS} steps of warm-up, quartiles over the records; \u00d7 is "
-            f"the median over seeds of the ratio to the baseline, with smallest and largest. They are "
+            f"the median over seeds of the ratio to the baseline, with smallest and largest, which the bars show "
+            f"too. No ratio is given where seeds (their 95 % interval), or the steps of a single one (their "
+            f"quartiles), do not tell the arms apart. They are "
             f"timings from separate runs, and other programs change them; for a fair timing use "
             f"scripts/measure_overlap.py or scripts/bench_dispatch.py, whose ratios are within one run."
+        )
+    if busy := [of.arm.name for of in all_figures if (of.flat["waited_share"] or 0.0) > BUSY]:
+        lines.append(
+            f"\u2021 busy machine: ranks waited for a core for more than {100 * BUSY:.0f} % of their steps. "
+            f"The speed of these arms is not compared: {', '.join(busy)}."
         )
     if any(run.result.get("changes_model") for run in runs):
         lines.append("† computes another function than the plain model: its loss compares two models.")

@@ -154,8 +154,8 @@ def _differences(comparison: Comparison, all_figures: Sequence[Figures]) -> str:
             lambda width: charts.difference_chart(comparison, all_figures, width=width),
         ),
         (
-            "Tokens per second",
-            "Medians; lines: slowest to fastest seed; \u00d7 the baseline. No fair timing: see the notes.",
+            "Tokens per second over the baseline's",
+            "Medians of the ratios by seed; lines: smallest to largest. No fair timing: see the notes.",
             lambda width: charts.speed_chart(comparison, all_figures, width=width),
         ),
     ]

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from sidestream.compare.arms import Comparison
-from sidestream.compare.charts import short_name
+from sidestream.compare.charts import short_name, speed_label, speed_ratio
 from sidestream.compare.figures import Figures
 from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
 
@@ -91,25 +91,22 @@ def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, di
 
 
 def _draw_speed(axes: Axes, all_figures: Sequence[Figures], color: dict[str, dict[str, Any]]) -> None:
-    values = [of.flat["tokens_per_second"] for of in all_figures]
-    if not any(values):
+    if not any(of.flat["tokens_per_second"] for of in all_figures):
         return _nothing(axes, "no speed was recorded")
-    axes.barh(
-        range(len(values)),
-        [value or 0 for value in values],
-        color=[color[of.arm.name]["color"] for of in all_figures],
+    for place, of in enumerate(all_figures):
+        ratio, low, high = speed_ratio(of)
+        axes.barh([place], [ratio or 0.0], color=color[of.arm.name]["color"])
+        if low is not None and high is not None:
+            axes.plot([low, high], [place, place], color="0.15", linewidth=1.2)
+        end = max(ratio or 0.0, high or 0.0)
+        text = speed_label(of)
+        axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.axvline(1.0, color="0.4", linewidth=1, linestyle=":")
+    axes.set_xlim(
+        0, 2.0 * max([1.0, *(high for of in all_figures if (high := speed_ratio(of)[2]) is not None)])
     )
-    for place, (of, value) in enumerate(zip(all_figures, values)):
-        ends = [of.flat["tokens_per_second_min"] or 0, of.flat["tokens_per_second_max"] or 0]
-        axes.plot(ends, [place, place], color="0.15", linewidth=1.2)
-        ratio = of.flat["tokens_per_second_ratio"]
-        text = "-" if value is None else f"{value:,.0f}" + ("" if ratio is None else f" (\u00d7 {ratio:.2f})")
-        axes.annotate(
-            text, (ends[1], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axes.set_xlim(0, 1.4 * max(of.flat["tokens_per_second_max"] or 0 for of in all_figures))
     _rows(axes, all_figures)
-    _title(axes, "tokens/s: median, slowest to fastest seed; separate runs")
+    _title(axes, "tokens/s over the baseline's: median of the seeds, smallest to largest; separate runs")
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidestream.compare.arms import Comparison
-from sidestream.compare.figures import Figures, remarks
+from sidestream.compare.figures import BUSY, Figures, remarks
 from sidestream.tracking import spreadsheet
 from sidestream.tracking.markdown import code, text
 
@@ -84,17 +84,23 @@ def _ran_on(of: Figures) -> Cell:
     return Cell(known[0] if known else UNKNOWN, " ".join(known) or None, ", ".join(known[1:]))
 
 
-def _ratio(of: Figures) -> str:
-    """The median ratio to the baseline, and the smallest and largest of the seeds: how far it can be trusted."""
+def ratio_text(of: Figures) -> str:
+    """The median ratio to the baseline with the smallest and largest of the seeds, or why there is none."""
     ratio, low, high = (of.flat[f"tokens_per_second_ratio{part}"] for part in ("", "_min", "_max"))
+    if of.flat["timing"] == "busy":
+        return "busy machine"
+    span = f"{low:.2f} to {high:.2f}" if low is not None and low < high else ""
+    if of.flat["timing"]:
+        return "not told apart" + (f" ({span})" if span else "")
     if ratio is None:
         return ""
-    return f"\u00d7 {ratio:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+    return f"\u00d7 {ratio:.2f}" + (f" ({span})" if span else "")
 
 
 def _speed(of: Figures) -> Cell:
     value = of.flat["tokens_per_second"]
-    return Cell(number(value), value, _ratio(of))
+    busy = " \u2021" if (of.flat["waited_share"] or 0.0) > BUSY else ""
+    return Cell(number(value) + busy, value, ratio_text(of))
 
 
 def _step(of: Figures) -> Cell:

@@ -145,6 +145,7 @@ OWN_KEYS: dict[str, Rule] = {
     "scheduler": Rule("changes", _SCHEDULE),
 }
 _GONE = Rule("changes", "an earlier version had this key")
+_UNKNOWN = Rule("refused", "nobody knows what it does")
 
 _SAME_BITS = ("overlap.none.NoOverlap", "overlap.shared_expert.SharedExpertOverlap")
 
@@ -215,9 +216,8 @@ def rule_of(key: str, old: Flat, new: Flat) -> Rule:
     for case in CASES.get(key, ()):
         if case.holds(old, new):
             return case.rule
-    return (
-        RULES.get(key) or OWN_KEYS.get(key.partition(".")[0]) or Rule("refused", "nobody knows what it does")
-    )
+    known = RULES.get(key) or OWN_KEYS.get(key.partition(".")[0])
+    return known or (_UNKNOWN if key in new else _GONE)
 
 
 __all__ = ["CASES", "KINDS", "OWN_KEYS", "RULES", "Case", "Flat", "Kind", "Rule", "rule_of"]

@@ -119,9 +119,7 @@ class ModelFolder:
                 raise self.refused(name, "this tensor is missing")
             stored = self.tensors[name]
             if stored.shape != shape:
-                why = (
-                    f"{list(stored.shape)} in {printable(stored.file)}, where config.json says {list(shape)}"
-                )
+                why = f"{list(stored.shape)} in {printable(stored.file)}, and config.json asks for {list(shape)}"
                 raise self.refused(name, why)
             if stored.dtype not in _BYTES:
                 raise self.refused(name, f"stored as {stored.dtype}: no weights of a model that trains")

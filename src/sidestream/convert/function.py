@@ -16,6 +16,7 @@ from sidestream.tracking.untrusted import Unreadable, printable, read_yaml
 ROUTER = "sidestream.routing.router.SoftmaxRouter"
 BIASED = ("sidestream.routing.balance.ExpertBias", "sidestream.routing.quantile.QuantileBalance")
 SHORTCUT = "sidestream.overlap.shortcut.ShortcutOverlap"
+_MOST_LAYERS = 100_000  # a folder from anybody may say anything
 _FUNCTION = ""  # in KEYS: part of the function
 
 # Every key of these groups, and why it is no part of the function. A test holds it against config/schema.py.
@@ -67,7 +68,12 @@ def function_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Derived values are filled in (`model.head_dim`), lists of blocks are written out, and what nothing depends on
         is None: the width of dense blocks where there are none, the router of a dense model.
+
+    Raises:
+        ValueError: No model has so many layers.
     """
+    if not 1 <= cfg["model"]["num_layers"] <= _MOST_LAYERS:
+        raise ValueError(f"model.num_layers={cfg['model']['num_layers']}")
     function = _of_model(cfg["model"])
     if function["model.moe_layers"]:
         function |= _of_router(cfg["router"], cfg.get("balance") or {}, cfg.get("overlap") or {})

@@ -58,7 +58,8 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._open, self._stack = ModelFolder(folder), {}, ExitStack()  # type: ignore[var-annotated]
-        self._safe_open = _safetensors().safe_open
+        library = _safetensors()
+        self._safe_open, self._safetensors_error = library.safe_open, library.SafetensorError
         self._stored = self._folder.tensors
 
     def __enter__(self) -> Reader:
@@ -80,10 +81,13 @@ class Reader:
         if name not in self._stored:
             raise self._folder.refused(name, "this tensor is missing")
         file = self._stored[name].file
-        if file not in self._open:
-            real = self._folder.locate(file)
-            self._open[file] = self._stack.enter_context(self._safe_open(real, framework="pt"))
-        tensor = self._open[file].get_tensor(name)
+        try:
+            if file not in self._open:
+                real = self._folder.locate(file)
+                self._open[file] = self._stack.enter_context(self._safe_open(real, framework="pt"))
+            tensor = self._open[file].get_tensor(name)
+        except (self._safetensors_error, OSError) as error:  # what our look at its head lets pass
+            raise self._folder.refused(file, printable(error)) from None
         if not torch.isfinite(tensor).all():
             raise self._folder.refused(name, "holds values that are not finite")
         return tensor
@@ -117,8 +121,11 @@ def load_huggingface(model: MoETransformer, folder: Path) -> None:
                     )
                 piece.put(parameter.data, theirs)
             expected |= {piece.name for piece in _pieces(name, model.shape, family, every_expert)}
-        if model.shape.tie_embeddings:
+        if model.shape.tie_embeddings and "lm_head.weight" in reader.names:
             expected.add("lm_head.weight")
+            if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+                why = "is not the embedding, which tie_word_embeddings=true says"
+                raise theirs_folder.refused("lm_head.weight", why)
         if unknown := sorted(name for name in reader.names - expected if not name.endswith("inv_freq")):
             why = f"{len(unknown)} tensors have no place in this model, first {unknown[0]}"
             raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser  # the only place that knows Hydra's flags
+from omegaconf import OmegaConf
 
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import takes_a_list
@@ -163,12 +164,20 @@ def _squeezed(value: str) -> str:
     return re.sub(r"[\s'\"]+", "", value)  # Hydra writes a value in its own way
 
 
+def of_task(hydra: Any) -> list[str]:
+    """Returns the overrides of a run; what names a variable of the environment stays as it was typed."""
+    raw: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return [part if "oc.env" in part else str(hydra.overrides.task[place]) for place, part in enumerate(raw)]
+
+
 def job_label(overrides: Iterable[str]) -> str:
     """Returns the part of a sweep folder's name that tells jobs apart: last part of each swept key, and value.
 
     A key and its value are there as a whole or not at all: the number of the job in front of them is its name.
     """
-    told = swept(overrides, sys.argv[1:])
+    # They come evaluated; what comes from the environment is no part of a name.
+    names = {key_of(part) for part in sys.argv[1:] if "oc.env" in part}
+    told = swept((part for part in overrides if key_of(part) not in names), sys.argv[1:])
     parts = [f"{re.split('[./]', key_of(part))[-1]}-{value_of(part)}" for part in told]
     plain = [re.sub(r"[^A-Za-z0-9_.+-]+", "-", part) for part in parts]
     return "_".join(as_many_as_fit(plain, LONGEST_NAME)).strip("-")

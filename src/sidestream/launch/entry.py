@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config import hydra_trust, schema, trust
+from sidestream.config import hydra_trust, schema, trust, withheld
 from sidestream.config.compatibility import Layout, check, remarks
 from sidestream.config.errors import ConfigError, cannot_write, is_of_place
 from sidestream.config.help import help_text, list_options_once
@@ -199,7 +199,9 @@ def start(cfg: DictConfig) -> None:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     layout = check(cfg, **torchrun.world())
-    plain = resolve(cfg)
+    evaluated = _evaluated(cfg)
+    from_environment = withheld.find(cfg, evaluated)
+    plain = withheld.names(evaluated, from_environment)
     if cfg.resume is not None:
         chosen = resume.chosen or resume.choose(folder)
         plain["resume"] = str(chosen.folder)  # the ranks take the one that was checked
@@ -217,13 +219,14 @@ def start(cfg: DictConfig) -> None:
             del choices[name]
     Launch(
         command=shlex.join(["python", os.path.relpath(sys.argv[0]), *_typed]),
-        overrides=[part for part in hydra.overrides.task if arguments.key_of(part) != "resume"],
+        overrides=[part for part in arguments.of_task(hydra) if arguments.key_of(part) != "resume"],
         flags=arguments.config_flags(sys.argv[1:]),
         choices=choices,
         layout=layout,
     ).save(folder)
     failures.clear(folder)
-    resolved = as_config(plain)
+    withheld.publish(from_environment)
+    resolved = as_config(withheld.values(plain, from_environment))
     os.environ[trust.VARIABLE] = json.dumps(plain[trust.KEY])  # the ranks believe this, and no file
     ranks = f"{layout.world_size} ranks" if layout.world_size > 1 else "1 rank"
     status.say(f"starting {ranks}")
@@ -263,6 +266,12 @@ def run_here(cfg: DictConfig, *, layout: Layout, folder: Path) -> int:
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the config as it is stored: evaluated, but for what comes from the environment, see `withheld`."""
+    plain = _evaluated(cfg)
+    return withheld.names(plain, withheld.find(cfg, plain))
+
+
+def _evaluated(cfg: DictConfig) -> dict[str, Any]:
     """Returns the config with every interpolation evaluated and `~` expanded: the only time this happens to a run."""
     resolved = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(resolved, dict)

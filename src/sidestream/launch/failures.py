@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ from sidestream.launch.phase import Phase
 from sidestream.launch.record import LAUNCH, Launch
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import Status, minimal_failed_result
+from sidestream.tracking.untrusted import read_json
 
 # What the other ranks see when one goes away: true, but not the cause.
 _FOLLOW_UP = re.compile(
@@ -103,7 +103,7 @@ def any_recorded(folder: Path) -> bool:
 def recorded(folder: Path) -> list[Failure]:
     """Returns what the ranks have recorded."""
     files = sorted((folder / "failures").glob("rank*.json"))
-    return [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return [Failure(**read_json(file, inside=folder)) for file in files]
 
 
 def cause(failures: list[Failure]) -> Failure:

@@ -1,7 +1,6 @@
 """Runs the jobs of a sweep as process trees, a few at once, each on its own share of the cores."""
 
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -13,6 +12,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.launch.processes import AT_ONCE, PARENT, Signals, kill_group, send
 from sidestream.launch.worker import available_cores
 from sidestream.tracking.sweep import Job
+from sidestream.tracking.untrusted import Unreadable, read_json
 
 _OF_A_RANK = (
     "RANK",
@@ -132,5 +132,6 @@ def _end(one: _Running) -> None:
     kill_group(one.process)  # what the job started and left behind
     job = one.job
     job.running, job.code, job.seconds = False, one.process.returncode, time.monotonic() - one.started
-    result = job.folder / "result.json"
-    job.result = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    job.result = {}
+    with contextlib.suppress(Unreadable):
+        job.result = read_json(job.folder / "result.json", inside=job.folder)

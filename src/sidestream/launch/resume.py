@@ -3,13 +3,14 @@
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
+from sidestream.config.schema import SCHEMAS, options_with
 from sidestream.launch import arguments, taken
 from sidestream.launch.record import RESOLVED, Launch, load_resolved
 from sidestream.tracking import lock
@@ -46,8 +47,8 @@ def rewrite(argv: list[str]) -> list[str]:
     folder = Path(value).expanduser().absolute()
     launch = _launch(folder, value)
     own = [part for part in overrides if arguments.key_of(part) != "resume"]
-    set_again = {arguments.key_of(part) for part in own}
-    kept = [part for part in launch.overrides if arguments.key_of(part) not in set_again]
+    set_again = {arguments.key_of(part): arguments.value_of(part) for part in own}
+    kept = [part for part in launch.overrides if _stands(arguments.key_of(part), set_again)]
     saved = taken.take(kept, folder=folder, option="resume")
     taken.refuse_flags(launch.flags, arguments.config_flags(argv), folder=folder, option="resume")
     place = [
@@ -56,6 +57,14 @@ def rewrite(argv: list[str]) -> list[str]:
         "hydra.output_subdir=.hydra/resume",
     ]
     return [*flags, *saved, *own, *place]
+
+
+def _stands(key: str, set_again: Mapping[str, str]) -> bool:
+    """Whether a saved override is neither set anew nor of an option that gives way to one without such a key."""
+    group = key.partition(".")[0]
+    option, options = set_again.get(group), options_with(key)
+    gives_way = option in SCHEMAS.get(group, {}) and option not in options and bool(options)
+    return key not in set_again and not gives_way
 
 
 def _launch(folder: Path, value: str) -> Launch:
@@ -68,6 +77,7 @@ def _launch(folder: Path, value: str) -> Launch:
     except Unreadable as error:
         fix = "resume=<run folder>"
         raise ConfigError("resume", value, str(error), expected=expected, fix=fix) from error
+    lock.refuse_held(folder, key="resume")
     if not any((folder / FOLDER).glob("step-*")):
         why = "the run has no checkpoint yet"
         raise ConfigError("resume", value, why, expected=expected, fix="run it again from the start")
@@ -148,7 +158,8 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
         fix = "start a new run without resume="
         raise ConfigError("resume", folder, str(error), expected="the config of the run", fix=fix) from None
     now = dict(_flat(new, ""))
-    lines = [line for key in _changed(old, now) if (line := _change(key, old, now))]
+    launch = Launch.load(folder)
+    lines = [line for key in _changed(old, now) if (line := _change(key, old, now, launch.choices))]
     if old.get("trainer.max_steps") != now["trainer.max_steps"] and _decays(now):
         lines.append(
             "resume: the learning rate depends on trainer.max_steps, so this is no longer bit-identical to a run "
@@ -162,10 +173,10 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
         why = f"the run has {done} steps already"
         expected, fix = f"more than {done}", f"trainer.max_steps={2 * done}"
         raise ConfigError("trainer.max_steps", now["trainer.max_steps"], why, expected=expected, fix=fix)
-    started = Launch.load(folder).layout
     for name in ("world_size", "expert_parallel_size", "device_type"):
-        if getattr(started, name) != getattr(layout, name):
-            lines.append(f"resume: {name} {getattr(started, name)} -> {getattr(layout, name)}")
+        before, after = getattr(launch.layout, name), getattr(layout, name)
+        if before != after:
+            lines.append(f"resume: {name} {before} -> {after}")
     return lines
 
 
@@ -178,8 +189,11 @@ def _changed(old: Flat, now: Flat) -> list[str]:
     return list(dict.fromkeys([*options, *kept]))
 
 
-def _change(key: str, old: Flat, now: Flat) -> str | None:
+def _change(key: str, old: Flat, now: Flat, choices: Mapping[str, str]) -> str | None:
     """Returns the line that reports a change; None where there is nothing to say.
+
+    Args:
+        choices: Group -> option of the run.
 
     Raises:
         ConfigError: the contract refuses it.
@@ -190,7 +204,10 @@ def _change(key: str, old: Flat, now: Flat) -> str | None:
         rule = Rule("changes", "", said="the run is from a version without this key")
     if rule.kind == "refused":
         why = f"was {before} when the run started, and does not change in a resume: {rule.why}"
-        fix = f"{key}={before}" if key in old else f"remove {key}"
+        group = key.partition(".")[0]
+        chosen = choices.get(group) if key.endswith("._target_") else None
+        typed = f"{group}={printable(chosen)}" if chosen else f"{key}={before}"
+        fix = typed if key in old else f"remove {key}"
         raise ConfigError(key, now.get(key), why, expected=before, fix=fix)
     if key in _NOT_SAID:
         return None

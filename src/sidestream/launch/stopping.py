@@ -41,6 +41,12 @@ def install() -> None:
         signal.signal(number, _note)
 
 
+def ignore() -> None:
+    """A request changes nothing any more: all is written. Python would give up its handlers while it ends."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def requested() -> int | None:
     """Returns the number of the signal that asked this rank to stop, or None.
 

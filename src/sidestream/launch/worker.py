@@ -14,10 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from sidestream.config import trust
+from sidestream.config import trust, withheld
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import failures, phase, stopping, terminal
+from sidestream.launch.lighter import without_transformers
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, load_resolved
@@ -86,11 +87,12 @@ def say_phase(env: RankEnv) -> None:
 def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
     """What every rank calls: training, or what the config of a script puts in its place."""
     phase.beat("importing Lightning")
-    if "measure" in cfg:
-        return trust.find("measure._target_", cfg.measure["_target_"], cfg)
-    from sidestream.run import train
+    with without_transformers():
+        if "measure" in cfg:
+            return trust.find("measure._target_", cfg.measure["_target_"], cfg)
+        from sidestream.run import train
 
-    return train
+        return train
 
 
 def _configure_logging(folder: Path, env: RankEnv) -> None:
@@ -139,6 +141,7 @@ def main() -> None:
         code = _run(env)
     except stopping.Stop:
         code = 128 + (stopping.requested() or signal.SIGTERM)
+    stopping.ignore()
     sys.exit(code)
 
 
@@ -149,7 +152,8 @@ def _run(env: RankEnv) -> int:
     trusted = json.loads(os.environ.get(trust.VARIABLE, "[]"))
     if trusted:
         sys.path.append(os.getcwd())  # as in the process that started this one
-    cfg = as_config({**load_resolved(folder), trust.KEY: trusted})
+    plain = withheld.values(load_resolved(folder), withheld.published())
+    cfg = as_config({**plain, trust.KEY: trusted})
     layout = Launch.load(folder).layout
     return run_rank(cfg, layout=layout, folder=folder, env=env)
 

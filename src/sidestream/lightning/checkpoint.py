@@ -35,6 +35,8 @@ class SaveCheckpoints(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """A validation that was left because of a request to stop."""
         if pl_module.stopping and self._saved != trainer.global_step:
+            # Else a resume would go on in the middle of it, and take the mean over the rest.
+            trainer.fit_loop.epoch_loop.val_loop.batch_progress.reset()
             self._save(trainer, trainer.global_step)
 
     def _save(self, trainer: Trainer, step: int) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from sidestream.config import withheld
 from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments
 from sidestream.tracking import names, sweep
 from sidestream.tracking.folder import RunFolder, write_text_atomic
 from sidestream.tracking.integrity import resumed, step_of
+from sidestream.tracking.untrusted import parse_yaml, read_text
 from sidestream.tracking.wandb_mode import mode_of
 
 
@@ -70,7 +72,7 @@ def build_loggers(
     config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     context = LoggerContext(
         folder=Path(folder),
-        config=config,
+        config=withheld.names(config, withheld.published()),
         choices=dict(choices),
         identity=dict(identity),
         job_type=job_type,
@@ -257,7 +259,7 @@ def _wandb_id(folder: Path) -> str:
     path = folder / "wandb_id"
     if not path.exists():
         write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path, inside=folder, limit=100).strip()
 
 
 def _mirrored(folder: Path) -> int:
@@ -273,7 +275,8 @@ def _run_name(context: LoggerContext) -> str:
     sweep that differ in their last overrides would all be called the same.
     """
     path = context.folder / ".hydra" / "overrides.yaml"
-    overrides = [str(item) for item in OmegaConf.load(path)] if path.exists() else []
+    listed = parse_yaml(read_text(path, inside=context.folder)) if path.exists() else []
+    overrides = [str(item) for item in listed] if isinstance(listed, list) else []
     kept = arguments.swept(overrides, sweep.typed(context.folder.resolve().parent))
     kept = [item for item in kept if not item.startswith("experiment=")]
     experiment = context.choices.get("experiment") or context.config.get("name") or "run"

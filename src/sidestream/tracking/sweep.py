@@ -218,10 +218,9 @@ def _wandb_table(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> N
     if any((job.folder / "wandb_id").exists() for job in trained):
         from sidestream.tracking.wandb_sweep import log_table
 
-        log_table(folder, rows(folder, jobs), config=_resolved(trained[0]))
+        failed = any(job.state not in ("done", "skipped") for job in jobs)
+        log_table(folder, rows(folder, jobs), config=_resolved(trained[0]), exit_code=int(failed))
 
 
 def _resolved(job: Job) -> dict[str, Any]:
-    import yaml
-
-    return yaml.safe_load((job.folder / ".hydra" / "resolved.yaml").read_text(encoding="utf-8"))
+    return read_yaml(job.folder / ".hydra" / "resolved.yaml", inside=job.folder)

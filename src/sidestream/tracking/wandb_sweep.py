@@ -9,19 +9,23 @@ from typing import Any
 
 from sidestream.tracking.folder import write_text_atomic
 from sidestream.tracking.sweep import group_of
+from sidestream.tracking.untrusted import read_text
 from sidestream.tracking.wandb_mode import mode_of
 
 TABLE = "sweep/jobs"
 PICTURES = {"load": "expert_load.png", "timeline": "overlap.png"}
 
 
-def log_table(folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str, Any]) -> None:
+def log_table(
+    folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str, Any], exit_code: int = 0
+) -> None:
     """Log the table in a run of the jobs' group; a second start of the sweep continues that run.
 
     Args:
         folder: The sweep's.
         rows: Of `sweep.csv`.
         config: Resolved, of one of the jobs: project, group, tags.
+        exit_code: Of the sweep; another than 0 marks the run as failed.
     """
     import wandb
 
@@ -45,11 +49,11 @@ def log_table(folder: Path, rows: Sequence[dict[str, Any]], *, config: dict[str,
         pictures = [wandb.Image(str(path)) if path.exists() else None for path in files]
         table.add_data(*row.values(), *pictures)
     run.log({TABLE: table})
-    run.finish()
+    run.finish(exit_code=exit_code)
 
 
 def _id(folder: Path) -> str:
     path = folder / "wandb_id"
     if not path.exists():
         write_text_atomic(path, uuid.uuid4().hex[:10] + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path, inside=folder, limit=100).strip()
