@@ -30,7 +30,7 @@ from sidestream.data.ngram import ngram_baselines
 from sidestream.data.packing import PackedDataset
 from sidestream.graph.check import LintFinished
 from sidestream.graph.findings import legend
-from sidestream.launch import phase, stopping, torchrun
+from sidestream.launch import phase, status, stopping, torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
 from sidestream.lightning.checkpoint import SaveCheckpoints
@@ -85,6 +85,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
         rank=env.rank,
         log_every_n_steps=cfg.trainer.log_every_n_steps,
         enabled=cfg.callbacks.progress.enabled,
+        patience=status.AGAIN,
     )
     reporting = ReportOverlap(steps=report_steps(cfg, layout))
     failed = True

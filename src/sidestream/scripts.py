@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from sidestream.config.errors import ConfigError, is_of_place
 from sidestream.launch import status
-from sidestream.tracking.untrusted import printable
+from sidestream.tracking.untrusted import Unreadable, printable
 
 WIDTH = 100
 
@@ -64,7 +64,7 @@ def run(main: Callable[[], int | None], *, shows_status: bool = False) -> NoRetu
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         line, code = "interrupted", 130
-    except ConfigError as error:
+    except (ConfigError, Unreadable) as error:
         line, code = printable(error, limit=2000), 2
     except OSError as error:
         if not is_of_place(error):

@@ -375,3 +375,26 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch):
     assert pinned == [[2, 3], [6, 7]]
     worker._use_cores(trainer, worker.RankEnv(0, 0, 8, 8, "file:///x"))  # more ranks than cores: no pinning
     assert len(pinned) == 2
+
+
+def test_a_run_that_was_killed_behind_its_last_step_is_finished(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    make_checkpoint(run / "checkpoints" / "step-00000005")
+    (run / "result.json").write_text('{"status": "running"}')
+    config = {"trainer": {"max_steps": 5}, "scheduler": {"_target_": "x.Constant"}}
+    OmegaConf.save(OmegaConf.create(config), run / RESOLVED)
+    lines = resume.check_changes(run, new=config, layout=LAYOUT, done=5)
+    assert lines == ["resume: all 5 steps are trained; what is missing behind the last one is done now"]
+
+
+def test_what_killed_saves_left_goes_and_damaged_checkpoints_make_room(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    for name in (".step-3.partial", ".step-00000002.old", ".step-mine", "step-00000004", "step-00000008"):
+        (folder / name).mkdir(parents=True)
+    (folder / ".step-9.old").symlink_to(tmp_path)
+    resume.clear_up(tmp_path, [folder / "step-00000008"])
+    left = {path.name for path in folder.iterdir()}
+    assert left == {".step-mine", ".step-9.old", "step-00000004", ".step-00000008.damaged-0"}
+    (folder / "step-00000008").mkdir()
+    resume.clear_up(tmp_path, [folder / "step-00000008"])
+    assert (folder / ".step-00000008.damaged-1").is_dir()

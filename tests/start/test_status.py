@@ -4,12 +4,15 @@ import io
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from sidestream.launch import phase, status
 from sidestream.launch.phase import Phase
 from sidestream.launch.status import AGAIN, FIRST, MINUTE, Status
+from sidestream.lightning import progress
 
 
 class Terminal(io.StringIO):
@@ -125,3 +128,26 @@ def test_what_rank_0_shows_itself_is_left_to_it_unless_it_takes_long(ranks: Call
     assert ranks(replace(step, entered=97.0), step) == "training step 3"
     assert ranks(Phase(phase.VALIDATING, step=3, entered=90.0)) == "validating at step 3"
     assert ranks(Phase(phase.LEAVING, entered=90.0)) is None
+
+
+def test_long_steps_have_lines_of_their_own_in_the_first_minute(monkeypatch: pytest.MonkeyPatch):
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    bar = progress.RichProgress(rank=0, log_every_n_steps=50, patience=AGAIN, console=Console(file=out))
+    for step in range(1, 61):
+        now[0] += 2.0
+        bar.show(step, {})
+    steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert steps == [*range(2, 31, 2), 50]
+
+
+def test_a_bar_shows_how_far_a_validation_is(monkeypatch: pytest.MonkeyPatch):
+    now, out = [0.0], Terminal()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    bar = progress.RichProgress(rank=0, log_every_n_steps=50, console=console)
+    bar.on_train_start(SimpleNamespace(max_steps=10), None)
+    now[0] = 1.0
+    bar.on_validation_batch_end(SimpleNamespace(num_val_batches=[16]), None, None, None, 2)
+    bar.on_train_end(None, None)
+    assert "validating 3/16" in out.getvalue()

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.launch import resume
+from sidestream.launch.record import Launch
 from sidestream.tracking import lock
 
 OTHER = """
@@ -42,7 +45,11 @@ def test_a_second_process_is_refused_and_told_who_holds_it(run: Path):
         assert process.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=rf"^resume=.*: process {process.pid} on .*, since 20\d\d-"):
             lock.hold(run, key="resume")
-        assert str(process.pid) in str(lock.owner_of(run))
+        Launch("", [], [], {}, Layout(2, 2, 2, 1, 4, 1, "cpu")).save(run)
+        with pytest.raises(
+            ConfigError, match=f"process {process.pid} on "
+        ):  # also before its first checkpoint
+            resume.rewrite([f"resume={run}"])
         process.send_signal(signal.SIGKILL)  # nothing is cleaned up
         process.wait(timeout=20)
     finally:

@@ -93,3 +93,13 @@ def test_expert_load_is_summed_between_records_and_ends_with_the_run(tmp_path, c
     loads = RunFolder(tmp_path).read_expert_load()
     assert [(r["step"], r["steps"]) for r in loads] == [(4, 4), (8, 4), (10, 2)]
     assert loads[0]["counts"] == [[12, 4, 8, 8]]
+
+
+def test_bytes_go_on_with_those_of_earlier_starts(tmp_path, clock):
+    recorder = make(tmp_path)
+    recorder.begin(step=3, share=lambda value: value, bytes_on_wire=100)
+    assert recorder.summary().bytes_on_wire == recorder.bytes_on_wire == 100
+    recorder.start_step()
+    clock.now += 1.0
+    recorder.end_step(4, report(recorder), torch.tensor(1.0), lr=0.1)
+    assert recorder.summary().bytes_on_wire == recorder.bytes_on_wire == 108

@@ -17,9 +17,15 @@ from tests.trust.hostile import ATTACKS, make_run
 ROOT = Path(__file__).parents[2]
 SECONDS = 240  # of one command; a few on a quiet machine
 SHORT = ["trainer.max_steps=4", "data.cache_dir={cache}"]
+TINY = [
+    "trainer.max_steps=1",
+    "trainer.limit_val_batches=1",
+    "data.seq_length=16",
+    "data.global_batch_size=2",
+]
 COMMANDS = {
     "resume": ["train.py", "resume={run}", *SHORT],
-    "resume_sweep": ["train.py", "resume_sweep={run}", *SHORT],
+    "resume_sweep": ["train.py", "resume_sweep={run}", *SHORT, *TINY],  # what is honest in it is trained
     "initial_weights": [
         "train.py",
         "initial_weights={run}/checkpoints/step-00000003",

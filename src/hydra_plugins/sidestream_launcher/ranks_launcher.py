@@ -178,9 +178,8 @@ def _refusal(job: "Job", config: DictConfig) -> "ConfigError | None":
     from sidestream.tracking import lock
 
     try:
-        if sweeps.again and (owner := lock.owner_of(job.folder)):
-            why, fix = f"another process trains in this folder: {owner}", "wait for its end, or stop it"
-            raise ConfigError("resume", job.folder, why, expected="a run that has ended", fix=fix)
+        if sweeps.again:
+            lock.refuse_held(job.folder, key="resume")
         cfg = entry.of_the_task(config, folder=job.folder)
         layout = check(cfg)
         if sweeps.again:

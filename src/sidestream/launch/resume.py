@@ -77,6 +77,7 @@ def _launch(folder: Path, value: str) -> Launch:
     except Unreadable as error:
         fix = "resume=<run folder>"
         raise ConfigError("resume", value, str(error), expected=expected, fix=fix) from error
+    lock.refuse_held(folder, key="resume")
     if not any((folder / FOLDER).glob("step-*")):
         why = "the run has no checkpoint yet"
         raise ConfigError("resume", value, why, expected=expected, fix="run it again from the start")

@@ -18,6 +18,7 @@ from sidestream.config import trust, withheld
 from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
 from sidestream.launch import failures, phase, stopping, terminal
+from sidestream.launch.lighter import without_transformers
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, load_resolved
@@ -86,11 +87,12 @@ def say_phase(env: RankEnv) -> None:
 def _job(cfg: DictConfig) -> Callable[..., dict[str, Any]]:
     """What every rank calls: training, or what the config of a script puts in its place."""
     phase.beat("importing Lightning")
-    if "measure" in cfg:
-        return trust.find("measure._target_", cfg.measure["_target_"], cfg)
-    from sidestream.run import train
+    with without_transformers():
+        if "measure" in cfg:
+            return trust.find("measure._target_", cfg.measure["_target_"], cfg)
+        from sidestream.run import train
 
-    return train
+        return train
 
 
 def _configure_logging(folder: Path, env: RankEnv) -> None:

@@ -140,7 +140,11 @@ class SidestreamModule(LightningModule):
         # What a checkpoint brought of the earlier config gives way to this one.
         self._options.restore(self._factor(self.global_step))
         self._seed_rank()
-        self.recorder.begin(step=self.global_step, share=self.parallel_strategy.broadcast)
+        self.recorder.begin(
+            step=self.global_step,
+            share=self.parallel_strategy.broadcast,
+            bytes_on_wire=(self._restored or {}).get("bytes_on_wire", 0),
+        )
         self._began = True
         self._validate_if_owed()
 
@@ -277,6 +281,7 @@ class SidestreamModule(LightningModule):
             "world_size": self.trainer.world_size,
             "expert_parallel_size": self.parallel_strategy.expert_parallel_size,
             "overflow": self.parallel_strategy.budget.state(),
+            "bytes_on_wire": self.recorder.bytes_on_wire,
         }
 
     @override

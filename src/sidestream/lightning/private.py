@@ -35,7 +35,7 @@ def finish_after_fit(trainer: Trainer, finish: Callable[[], None]) -> None:
 
     def run() -> None:
         plain()
-        if validation._combined_loader is None:
+        if validation._combined_loader is None and validation._data_source.is_defined():
             trainer.validating = True
             validation.setup_data()
             trainer.training = True

@@ -1,5 +1,6 @@
 """The progress of a run on the terminal: a bar, or plain lines where stdout is no terminal."""
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.text import Text
 from sidestream.tracking import names
 
 REDRAW_SECONDS = 0.2
+MINUTE = 60.0  # seconds
 # Shown on lines of their own, or of no interest to somebody who watches a run.
 UNLISTED = ("model", "data", "dispatcher", "link", "paths", "callbacks", "trainer", "logger", "experiment")
 
@@ -28,14 +30,21 @@ class RichProgress(Callback):
         rank: global rank.
         log_every_n_steps: distance of the plain lines; the bar shows every step it is told.
         enabled: False: nothing is printed by this class on any rank.
+        patience: seconds of the first minute after which a step has a plain line of its own.
         console: where to print; default stdout.
     """
 
     def __init__(
-        self, *, rank: int, log_every_n_steps: int, enabled: bool = True, console: Console | None = None
+        self,
+        *,
+        rank: int,
+        log_every_n_steps: int,
+        enabled: bool = True,
+        patience: float = math.inf,
+        console: Console | None = None,
     ) -> None:
         self._silent = rank > 0 or not enabled
-        self._every = log_every_n_steps
+        self._every, self._patience = log_every_n_steps, patience
         self._console = console or Console()
         # Not `is_terminal`: FORCE_COLOR makes it true for a file, which would then fill up with redraws.
         self._live = self._console.file.isatty() and not self._console.is_dumb_terminal
@@ -49,6 +58,7 @@ class RichProgress(Callback):
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._drawn = 0.0
+        self._spoke = time.monotonic()
 
     def show_start(
         self,
@@ -119,7 +129,9 @@ class RichProgress(Callback):
         if self._first is None:
             self._first = (step, now)
         if self._bar is None:
-            if step % self._every == 0 or step == self._max_steps:
+            # Who starts a run with long steps wants to see early that it moves.
+            waits = now - self._first[1] < MINUTE and now - self._spoke >= self._patience
+            if step % self._every == 0 or step == self._max_steps or waits:
                 self._line(f"{self._steps()}  {self._status().plain}")
         elif now - self._drawn >= REDRAW_SECONDS:
             self._drawn = now
@@ -179,6 +191,17 @@ class RichProgress(Callback):
         self._task = self._bar.add_task("", total=self._max_steps, status=Text(""))
         self._bar.start()
 
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Shows in the bar how far a validation is."""
+        now = time.monotonic()
+        if self._bar is not None and now - self._drawn >= REDRAW_SECONDS:
+            self._drawn = now
+            status = Text(f"validating {batch_idx + 1}/{trainer.num_val_batches[dataloader_idx]}")
+            self._bar.update(self._task, completed=self._step, status=status)
+            self._bar.refresh()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Closes the bar, which stays on the screen."""
         self._stop()
@@ -228,6 +251,7 @@ class RichProgress(Callback):
         # Soft wrap: a line in a file has no width. Markup would swallow the brackets of a path.
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
+        self._spoke = time.monotonic()
 
     @property
     def _width(self) -> int:

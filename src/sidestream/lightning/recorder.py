@@ -104,13 +104,14 @@ class Recorder:
         self.last_validation: int | None = None
         self._earlier: dict[str, Any] = {}  # the last training record of earlier starts
 
-    def begin(self, *, step: int, share: Callable[[Any], Any]) -> None:
+    def begin(self, *, step: int, share: Callable[[Any], Any], bytes_on_wire: int = 0) -> None:
         """Start at `step` committed steps (more than 0 after a resume), knowing what earlier starts recorded.
 
         Args:
             share: Gives every rank what rank 0 has.
+            bytes_on_wire: Of the steps until then.
         """
-        self._step = step
+        self._step, self._bytes = step, bytes_on_wire
         records: list[dict[str, Any]] = []
         if self._writes:
             self._folder.cut_metrics(step)
@@ -237,6 +238,11 @@ class Recorder:
             for logger in self._loggers:
                 logger.log_metrics(scalars, step=step)
 
+    @property
+    def bytes_on_wire(self) -> int:
+        """Sent in all committed steps, those of earlier starts among them."""
+        return self._bytes
+
     def _mfu(self, tokens_per_second: float) -> float | None:
         if self._peak_flops is None:
             return None
@@ -272,7 +278,7 @@ class Recorder:
             waited_share=None,
             mfu=found(names.MFU),
             peak_tflops=None,
-            bytes_on_wire=None,
+            bytes_on_wire=self._bytes or None,
         )
 
     def _waited_share(self) -> float | None:

@@ -39,16 +39,21 @@ def hold(folder: Path, *, key: str) -> None:
         raise ConfigError(key, folder, why, expected=place, fix="copy it to a place of yours") from None
     if not _take(descriptor, folder):
         os.close(descriptor)
-        raise ConfigError(
-            key,
-            folder,
-            f"another process trains in this folder: {_owner(folder)}",
-            expected="a run that has ended",
-            fix="wait for its end, or stop it",
-        )
+        raise _refusal(folder, key, _owner(folder))
     _held[folder] = descriptor
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_json_atomic(folder / OWNER, {"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+
+
+def refuse_held(folder: Path, *, key: str) -> None:
+    """Raises ConfigError if another process holds a run folder; takes nothing."""
+    if owner := owner_of(folder):
+        raise _refusal(folder, key, owner)
+
+
+def _refusal(folder: Path, key: str, owner: str) -> ConfigError:
+    why, fix = f"another process trains in this folder: {owner}", "wait for its end, or stop it"
+    return ConfigError(key, folder, why, expected="a run that has ended", fix=fix)
 
 
 def owner_of(folder: Path) -> str | None:
