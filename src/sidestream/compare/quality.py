@@ -12,6 +12,7 @@ from sidestream.compare.errors import CompareError
 from sidestream.compare.paired import Interval, paired
 from sidestream.compare.runs import read_run
 from sidestream.tracking import names
+from sidestream.tracking.drawing import COLORS
 from sidestream.tracking.folder import write_bytes_atomic
 from sidestream.tracking.markdown import notes, table
 
@@ -166,16 +167,16 @@ def draw(record: dict[str, Any], matrix: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.axvline(0, color="0.8", linewidth=1)
-    axes.axvline(MARGIN, color="tab:red", linewidth=1, linestyle=":")
-    axes.text(MARGIN, 1, f" margin {MARGIN} nat", color="tab:red", fontsize=8, va="bottom")
+    axes.axvline(MARGIN, color=COLORS[6], linewidth=1, linestyle=":")
+    axes.text(MARGIN, 1, f" margin {MARGIN} nat", color=COLORS[6], fontsize=8, va="bottom")
     for schedule, percent in saved.items():
         if schedule != "shortcut":
-            axes.plot(0, percent, "o", color="tab:blue")
+            axes.plot(0, percent, "o", color=COLORS[0])
             axes.annotate(f"  {schedule}", (0, percent), va="center", fontsize=9)
     found = difference(record, "scmoe_pos2")
     if found is not None and "shortcut" in saved:
         half = None if found.high is None else [[found.mean - (found.low or 0.0)], [found.high - found.mean]]
-        axes.errorbar(found.mean, saved["shortcut"], xerr=half, fmt="o", color="tab:green", capsize=3)
+        axes.errorbar(found.mean, saved["shortcut"], xerr=half, fmt="o", color=COLORS[2], capsize=3)
         axes.annotate("shortcut (pos2)", (found.mean, saved["shortcut"] + 0.8), ha="center", fontsize=9)
     axes.set_xlabel("validation loss minus that of the same model without the schedule, nats")
     axes.set_ylabel("time of an MoE unit saved, %")

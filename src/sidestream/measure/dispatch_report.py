@@ -18,11 +18,12 @@ from rich.table import Table
 
 from sidestream.measure.report import STATISTICS
 from sidestream.measure.summary import summarize
+from sidestream.tracking.drawing import COLORS
 
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ALL = (*PARTS, "cycle")
 EXCHANGE_BAR = 1.2  # most that our transfers may take over bare ones
-_COLORS = ("C0", "C2", "C3", "C1")
+_COLORS = COLORS[:4]
 
 
 def all_rounds(arm: dict[str, Any], part: str) -> list[float]:
@@ -244,7 +245,8 @@ def _draw_bars(axes: Axes, record: dict[str, Any], *, labels: bool) -> None:
         width = [arm["ms"][part]["median"] for arm in arms]
         bars = axes.barh(places, width, left=left, color=color, label=part.replace("_", " "))
         for bar, arm in zip(bars, arms):
-            bar.set_alpha(1.0 if arm["kind"] == "dispatcher" else 0.4)
+            bar.set_edgecolor("white")
+            bar.set_hatch("" if arm["kind"] == "dispatcher" else "//")
         left = [a + b for a, b in zip(left, width)]
     cycles = [arm["ms"]["cycle"]["median"] for arm in arms]
     axes.plot(cycles, places, "k|", markersize=11, label="cycle in one go")
@@ -253,7 +255,7 @@ def _draw_bars(axes: Axes, record: dict[str, Any], *, labels: bool) -> None:
         if static and static["dropped_share"]:
             text = f" loses {100 * static['dropped_share']:.0f} %"
             axes.annotate(
-                text, (max(left[place], cycles[place]), place), va="center", fontsize=7, color="red"
+                text, (max(left[place], cycles[place]), place), va="center", fontsize=7, color=COLORS[6]
             )
     axes.set_xlim(right=1.2 * max(*left, *cycles))
     shown = [name.replace(",dispatcher.", ",\n") if labels else "" for name in names]

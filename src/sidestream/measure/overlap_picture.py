@@ -11,29 +11,32 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sidestream.measure.overlap import ARMS, SHOWN, Measured
+from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
+from sidestream.tracking.drawing import COLORS, NEUTRAL
 from sidestream.tracking.folder import write_bytes_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Part or tag -> colour, text of the legend. Blue and green hide, orange waits for rows, red and purple travel.
+# Part or tag -> colour, hatch, text of the legend. Blue hides, yellow waits for rows, red and brown travel; kin
+# differ in their hatches.
+_BLUE, _BROWN, _YELLOW, _INDIGO, _SKY, _PEACH, _RED = COLORS
 LOOKS = {
-    "attention": ("#0072B2", "attention"),
-    "attention_before": ("#6CB4E4", "attention of the dense block"),
-    "feed_forward": ("#3FA796", "feed-forward of the dense block"),
-    "shared": ("#2F6B3A", "shared expert"),
-    "shared_up": ("#2F6B3A", "shared expert, first half"),
-    "shared_down": ("#6A9F58", "shared expert, second half"),
-    "experts": ("#E69F00", "experts"),
-    "weight_gradients": ("#F2CF73", "experts' weight gradients"),
-    "router": ("#7F7F7F", "router"),
-    REST: ("#C9C9C9", "rest: packing, sums, norms"),
-    "dispatch": ("#C1272D", "dispatch"),
-    "combine": ("#7B3294", "combine"),
-    "metadata": ("#F1A9A0", "counts, ids, weights"),
+    "attention": (_BLUE, "", "attention"),
+    "attention_before": (_BLUE, "//", "attention of the dense block"),
+    "feed_forward": (_SKY, "", "feed-forward of the dense block"),
+    "shared": (_INDIGO, "", "shared expert"),
+    "shared_up": (_INDIGO, "", "shared expert, first half"),
+    "shared_down": (_INDIGO, "//", "shared expert, second half"),
+    "experts": (_YELLOW, "", "experts"),
+    "weight_gradients": (_YELLOW, "//", "experts' weight gradients"),
+    "router": (NEUTRAL, "", "router"),
+    REST: (NEUTRAL, "..", "rest: packing, sums, norms"),
+    "dispatch": (_RED, "", "dispatch"),
+    "combine": (_PEACH, "", "combine"),
+    "metadata": (_BROWN, "//", "counts, ids, weights"),
 }
 SHORT = {
     "attention_before": "attention",
@@ -48,8 +51,8 @@ CHARACTER_IN = 0.07  # of a label
 LINE = 175  # characters of the title that fit
 
 
-def looks(name: str) -> tuple[str, str]:
-    """Colour and legend of a part or a tag; a tag with a dot is metadata."""
+def looks(name: str) -> tuple[str, str, str]:
+    """Colour, hatch and legend of a part or a tag; a tag with a dot is metadata."""
     return LOOKS.get(name) or LOOKS["metadata" if "." in name else REST]
 
 
@@ -94,7 +97,8 @@ def both_arms(measured: Measured, ranks: Sequence[Any]) -> dict[str, Any]:
         measured: On the rank that draws.
         ranks: Rank -> the bars of `SHOWN`, see `Measured.bars`.
     """
-    arms = {}
+    arms: dict[str, Any] = {}
+    arms["median_ms"] = {arm: 1e3 * measured.median(arm, BOTH) for arm in SHOWN}
     for place, arm in enumerate(SHOWN):
         seconds = measured.seconds[measured.shown_round, ARMS.index(arm)].tolist()
         arms[arm] = timeline([of_rank[place] for of_rank in ranks], passes=measured.passes, seconds=seconds)
@@ -136,9 +140,13 @@ def draw(picture: dict[str, Any]) -> Figure:
 
 
 def _heading(picture: dict[str, Any], arm: str) -> str:
-    text = f"{arm}  {picture[arm]['ms']:.1f} ms"
-    if arm == "overlapped" and picture["overlapped"]["ms"] > 0:
-        text += f"   ({picture['serial']['ms'] / picture['overlapped']['ms']:.2f} x)   {picture['figures']}"
+    """Medians of all rounds where they are known, as in every table; the bars are of one round."""
+    medians = picture.get("median_ms") or {name: picture[name]["ms"] for name in SHOWN}
+    text = f"{arm}  {medians[arm]:.1f} ms"
+    if "median_ms" in picture:
+        text += f" (median; the round shown: {picture[arm]['ms']:.1f})"
+    if arm == "overlapped" and medians["overlapped"] > 0:
+        text += f"   ({medians['serial'] / medians['overlapped']:.2f} x)   {picture['figures']}"
     return text
 
 
@@ -193,8 +201,9 @@ def _draw_arm(axes: Axes, timeline: dict[str, Any], *, num_ranks: int, inch_ms: 
 
 def _draw_bar(axes: Axes, bar: dict[str, Any], place: float, inch_ms: float) -> None:
     begin, length = bar["begin_ms"], bar["end_ms"] - bar["begin_ms"]
-    color, _ = looks(bar["name"])
-    axes.barh(place, length, left=begin, height=0.78, color=color, edgecolor="white", linewidth=0.5, zorder=2)
+    color, hatch, _ = looks(bar["name"])
+    edge: dict[str, Any] = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+    axes.barh(place, length, left=begin, height=0.78, zorder=2, **edge)
     name = SHORT.get(bar["name"], bar["name"])
     if bar["name"] == REST or "." in bar["name"]:
         return
@@ -226,7 +235,10 @@ def _legend(figure: Figure, picture: dict[str, Any], height_in: float) -> None:
     }
     entries = [look for look in dict.fromkeys(LOOKS.values()) if look in drawn]
     figure.legend(
-        handles=[Patch(color=color, label=label) for color, label in entries],
+        handles=[
+            Patch(facecolor=color, hatch=hatch, edgecolor="white", label=label)
+            for color, hatch, label in entries
+        ],
         loc="lower left",
         bbox_to_anchor=(0.12 / WIDTH_IN, 0.06 / height_in),
         ncols=-(-len(entries) // 2),

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sidestream.measure.summary import summarize
+from sidestream.tracking import drawing
 
-COLORS = {"sidestream": "C0", "peer": "C1", "dense": "#9a9a9a"}
+COLORS = {"sidestream": drawing.COLORS[0], "peer": drawing.COLORS[1], "dense": drawing.NEUTRAL}
 PASSES = ("forward", "forward_backward")
 STATISTICS = ("min", "median")
 ADDED = ("forward_ms", "forward_backward_ms", "ratio_to_dense", "ratio_to_fastest_peer")

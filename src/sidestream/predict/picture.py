@@ -11,15 +11,10 @@ from sidestream.predict.cluster import Cluster
 from sidestream.predict.job import Job
 from sidestream.predict.schedules import Schedule
 from sidestream.predict.step import schedule_of, unit_of, unit_passes
+from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
 
 SHARES = tuple(share / 100 for share in range(5, 76, 5))
-COLORS = {
-    "none": "#888888",
-    "shared_expert": "#b07aa1",
-    "chunked": "#f28e2b",
-    "two_batch": "#59a14f",
-    "shortcut": "#4e79a7",
-}
+NAMES = ("shared_expert", "chunked", "two_batch", "shortcut")
 SLOWEST, FASTEST = 1e-4, 1e4  # of the links, in what they are
 
 
@@ -115,20 +110,17 @@ def _with_links(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, fast_link=cluster.fast_link * factor, slow_link=slow)
 
 
+@plain_text
 def draw(job: Job, cluster: Cluster, path: Path, *, title: str) -> None:
     """Write the picture; its file appears whole."""
-    import matplotlib
+    from matplotlib.ticker import PercentFormatter
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    figure = new_figure(10, 4.4, dpi=130)
+    left, right = figure.subplots(1, 2, sharey=True)
     for axis, lines in ((left, by_size(job, cluster)), (right, by_share(job, cluster))):
-        axis.axhline(1, color=COLORS["none"], linewidth=1)
+        axis.axhline(1, color=NEUTRAL, linewidth=1)
         for line in lines:
-            axis.plot(
-                line.at, line.speedup, marker="o", markersize=3.5, color=COLORS[line.name], label=line.name
-            )
+            axis.plot(line.at, line.speedup, markersize=4, label=line.name, **look(NAMES.index(line.name)))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     sizes = expert_parallel_sizes(job)
@@ -140,15 +132,13 @@ def draw(job: Job, cluster: Cluster, path: Path, *, title: str) -> None:
     left.set_xlabel("expert_parallel_size")
     left.set_ylabel("speed-up of a MoE unit over no overlap, predicted")
     right.set_xlabel("share of dispatch and combine in the serial time")
-    right.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
+    right.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     actual = _share(replace(job, schedule=Schedule("none")), cluster)
     right.axvline(actual, color="#cccccc", linewidth=6, alpha=0.5, zorder=0)
     left.legend(frameon=False, loc="upper left")
     figure.suptitle(title, fontsize=10)
-    figure.text(0.5, 0.005, "Grey: as asked. A bound of each schedule, less what transfers take from compute.",
-                ha="center", fontsize=8, color="#555555")  # fmt: skip
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    told = "Grey: as asked. A bound of each schedule, less what transfers take from compute."
+    figure.supxlabel(told, fontsize=8, color="#555555")
     temporary = path.with_name(path.name + ".part.png")
-    figure.savefig(temporary, dpi=130)
-    plt.close(figure)
+    figure.savefig(temporary)
     temporary.replace(path)

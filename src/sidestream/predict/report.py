@@ -24,6 +24,16 @@ NAMES = {
 }
 
 
+# One rule of packing, and one speed of the libraries: nothing in the model tells these apart.
+ALIKE = ("nccl_ep", "deep_ep", "hybrid_ep")
+
+
+def same_model_as(choices: dict[str, str]) -> list[str]:
+    """The other dispatchers that the model gives the same figures to, where their libraries run as this one's does."""
+    chosen = choices.get("dispatcher")
+    return [name for name in ALIKE if name != chosen] if chosen in ALIKE else []
+
+
 def text(found: Prediction, *, choices: dict[str, str]) -> str:
     """The page that `predict.py` prints."""
     blocks = [
@@ -32,7 +42,7 @@ def text(found: Prediction, *, choices: dict[str, str]) -> str:
         _unit(found),
         _step(found),
         _memory(found),
-        _verdict(found),
+        _verdict(found, choices),
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
 
@@ -118,8 +128,13 @@ def _memory(found: Prediction) -> list[str]:
     return lines
 
 
-def _verdict(found: Prediction) -> list[str]:
+def _verdict(found: Prediction, choices: dict[str, str]) -> list[str]:
     lines = [f"what binds: {found.binds}"]
+    if others := same_model_as(choices):
+        lines.append(
+            f"the model does not tell {choices['dispatcher']} from {' and '.join(others)}: "
+            "the same figures stand for each"
+        )
     if found.asked.job.expert_parallel_size > 1:
         lines.append(f"an exchange is as fast as the {link_of(found.asked)}")
     if found.published:
@@ -185,6 +200,7 @@ def record(found: Prediction, *, command: str, choices: dict[str, str]) -> dict[
         "step_ms": {part.name: 1e3 * part.seconds for part in step.parts} | {"hidden": -1e3 * step.hidden},
         "memory_bytes": {item.name: getattr(found.memory, item.name) for item in fields(found.memory)},
         "binds": found.binds,
+        "same_model_as": same_model_as(choices),
         "published": found.published,
         "nearest_published": [_row(row) for row in found.nearest],
     }

@@ -66,11 +66,16 @@ def clipped(figure: Figure) -> list[str]:
 
     figure.draw_without_rendering()
     canvas = figure.get_figure().bbox
-    outside = []
+    outside, not_drawn = [], set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        not_drawn |= {id(tick.label1) for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
     for text in figure.findobj(Text):
         if not (isinstance(text, Text) and text.get_visible() and text.get_text().strip()):
             continue
         box = text.get_window_extent()
+        if id(text) in not_drawn:
+            continue
         if text.axes is not None and not text.axes.get_visible():
             continue
         if box.x0 < -1 or box.y0 < -1 or box.x1 > canvas.x1 + 1 or box.y1 > canvas.y1 + 1:
