@@ -12,7 +12,11 @@ Exit code: 0 if every run ended in time, told the truth, left nothing behind and
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import contextlib
 import itertools
 import json
@@ -28,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sidestream import scripts
 from sidestream.launch import phase
 from sidestream.launch.silence import look_at
 
@@ -404,7 +409,7 @@ def _silent(outcome: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = scripts.parser(__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -439,4 +444,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

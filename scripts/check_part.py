@@ -1,19 +1,25 @@
-"""Does a router, balance, dispatcher, fusion or schedule keep its protocol? Your own, or a shipped one.
+"""Does a router, balance, dispatcher, fusion or schedule keep its protocol? Your own, or a shipped
+one.
 
-python scripts/check_part.py my_pkg.MyRouter                        from the folder that holds my_pkg
-python scripts/check_part.py my_pkg.MyRouter top_k=4 temperature=2  arguments of the class, key=value
+python scripts/check_part.py my_pkg.MyRouter                        in the folder with my_pkg
+python scripts/check_part.py my_pkg.MyRouter top_k=4 temperature=2  arguments, key=value
 python scripts/check_part.py sidestream.overlap.two_batch.TwoBatchOverlap
 
-Prints a line per property. Dispatchers and schedules are tried on two ranks of this machine. The exit code is 0 if all
-hold, 1 if one does not, 2 if the class cannot be found or built. The first step of a run looks at the same things,
-but only at what comes its way.
+Prints a line per property. Dispatchers and schedules are tried on two ranks of this machine. The
+exit code is 0 if all hold, 1 if one does not, 2 if the class cannot be found or built. The first
+step of a run looks at the same things, but only at what comes its way.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import os
 import sys
 from pathlib import Path
 
+from sidestream import scripts
 from sidestream.config.errors import ConfigError
 from sidestream.conformance.command import (
     KINDS,
@@ -30,9 +36,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = scripts.parser(__doc__, whole=True, allow_abbrev=False)
     parser.add_argument("part", help="dotted name of the class")
     parser.add_argument("override", nargs="*", help="arguments of the class, key=value")
     parser.add_argument("--kind", choices=KINDS, help="the group it belongs to, if its arguments do not tell")
@@ -76,4 +80,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

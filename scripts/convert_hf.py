@@ -4,7 +4,7 @@
     python scripts/convert_hf.py import <hf folder> <new folder> a checkpoint and a model YAML
     python scripts/convert_hf.py export <run folder> <new folder> a folder for transformers
                                    of a run with your classes: and 'trusted_targets=[my_package]'
-    python scripts/convert_hf.py fields                          fields of config.json and what they mean
+    python scripts/convert_hf.py fields                          what fields of config.json mean
 
 Training reads a Hugging Face folder without conversion, each rank its own experts:
 

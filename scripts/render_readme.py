@@ -1,4 +1,4 @@
-"""Writes the result tables of README.md and the benchmarks' pages, and docs/loss.png, from docs/results/.
+"""Writes the result tables of README.md and the benchmarks' pages, and their pictures, from docs/results/.
 
 python scripts/render_readme.py                                the same as `make readme`
 python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
@@ -30,7 +30,7 @@ from plot_loss import main as plot_loss
 from sidestream import scripts
 from sidestream.compare import quality
 from sidestream.config import resume_page
-from sidestream.measure import overlap_matrix
+from sidestream.measure import overlap_matrix, overlap_picture
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
 from sidestream.tracking import latest
@@ -47,6 +47,10 @@ RESULT = RESULTS / "default_run.json"  # result.json of the run, unchanged
 METRICS = RESULTS / "default_run_metrics.jsonl"  # its metrics.jsonl, unchanged
 MACHINE = RESULTS / "default_run_machine.json"  # what of its env.json the table needs, and how long it took
 BEGIN, END = "<!-- default_run begin: written by `make readme` -->", "<!-- default_run end -->"
+SHORTCUT_RESULT = RESULTS / "overlap_shortcut.json"  # overlap.json of scripts/measure_overlap.py, unchanged
+SHORTCUT_PICTURE = REPOSITORY / "docs" / "overlap_shortcut.png"
+SHORTCUT_BEGIN = "<!-- overlap_shortcut begin: written by `make readme` -->"
+SHORTCUT_END = "<!-- overlap_shortcut end -->"
 BENCHMARK = REPOSITORY / "docs" / "layer_benchmark.md"
 BENCHMARK_RESULT = RESULTS / "bench_layer.json"  # what scripts/bench_layer.py wrote, unchanged
 BENCHMARK_BEGIN = "<!-- bench_layer begin: written by `make readme` -->"
@@ -120,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     draw(PICTURE)
-    print(README, PICTURE, sep="\n")
+    draw_overlap(SHORTCUT_PICTURE)
+    print(README, PICTURE, SHORTCUT_PICTURE, sep="\n")
     return 0
 
 
@@ -188,13 +193,28 @@ def render_quality(page: str) -> str:
 
 
 def render(readme: str) -> str:
-    """Returns the README with the table between the two marks replaced.
+    """Returns the README with what is between its marks replaced: the overlap's figures, the run's table.
 
     Raises:
         ValueError: the marks are not there.
     """
-    result, machine = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, MACHINE))
+    shortcut, result, machine = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (SHORTCUT_RESULT, RESULT, MACHINE)
+    )
+    readme = _between("README.md", readme, SHORTCUT_BEGIN, SHORTCUT_END, overlap_in_short(shortcut))
     return _between("README.md", readme, BEGIN, END, table(result, machine))
+
+
+def overlap_in_short(measured: dict[str, Any]) -> str:
+    """Returns the picture of an overlap.json with its description, and what it shows in one sentence."""
+    both = measured["passes"]["both"]
+    serial, overlapped = (both["ms"][arm]["median"] for arm in ("serial", "overlapped"))
+    shown = f"serial {serial:.0f} ms, overlapped {overlapped:.0f} ms"
+    return (
+        f"![Timeline of one MoE unit on two ranks: {shown}](docs/{SHORTCUT_PICTURE.name})\n\n"
+        f"`overlap=shortcut` on a wire that takes as long as attention: {serial:.0f} ms become {overlapped:.0f} ms "
+        f"({serial / overlapped:.2f} x), {100 * both['reached']:.0f} % of what this schedule can gain."
+    )
 
 
 def render_benchmark(page: str) -> str:
@@ -350,14 +370,25 @@ def draw(picture: Path) -> None:
         shutil.copyfile(METRICS, folder / "metrics.jsonl")
         with contextlib.redirect_stdout(io.StringIO()):  # the name of a file that is gone in a moment
             assert plot_loss([str(folder), "--out", str(folder / "loss.png")]) == 0
-        info = PngInfo()
-        info.add_text(DIGEST, data_digest())
-        Image.open(folder / "loss.png").save(picture, pnginfo=info, optimize=True)
+        _save_with_digest(folder / "loss.png", picture, data_digest())
 
 
-def data_digest() -> str:
-    """Returns the sha256 (hex) of the data behind the picture."""
-    return hashlib.sha256(RESULT.read_bytes() + METRICS.read_bytes()).hexdigest()
+def draw_overlap(picture: Path) -> None:
+    """Draws the timeline of the committed overlap.json and notes in the file which data it shows."""
+    buffer = io.BytesIO()
+    overlap_picture.draw(json.loads(SHORTCUT_RESULT.read_text(encoding="utf-8"))["picture"]).savefig(buffer)
+    _save_with_digest(buffer, picture, data_digest(SHORTCUT_RESULT))
+
+
+def _save_with_digest(drawn: Path | io.BytesIO, picture: Path, digest: str) -> None:
+    info = PngInfo()
+    info.add_text(DIGEST, digest)
+    Image.open(drawn).save(picture, pnginfo=info, optimize=True)
+
+
+def data_digest(*files: Path) -> str:
+    """Returns the sha256 (hex) of the data behind a picture: of the default run's, if no files are named."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files or (RESULT, METRICS))).hexdigest()
 
 
 def drawn_digest(picture: Path) -> str | None:

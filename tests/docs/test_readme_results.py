@@ -13,8 +13,24 @@ from tests.docs.pages import README, script, text
 render_readme = script("scripts/render_readme.py")
 
 
-def test_the_table_is_the_one_of_the_committed_run():
+def test_the_table_is_the_one_of_the_committed_run_and_the_sentence_of_the_committed_overlap():
     assert render_readme.render(text(README)) == text(README), "run `make readme`"
+
+
+def test_the_sentence_and_the_picture_of_the_overlap_follow_its_file(tmp_path: Path, monkeypatch):
+    measured = json.loads(text(render_readme.SHORTCUT_RESULT))
+    both = measured["passes"]["both"]
+    both["ms"]["serial"]["median"], both["ms"]["overlapped"]["median"], both["reached"] = 300.4, 200.2, 0.954
+    monkeypatch.setattr(render_readme, "SHORTCUT_RESULT", tmp_path / "overlap.json")
+    render_readme.SHORTCUT_RESULT.write_text(json.dumps(measured))
+    shown = render_readme.render(text(README))
+    assert "serial 300 ms, overlapped 200 ms](docs/overlap_shortcut.png)" in shown
+    assert "300 ms become 200 ms (1.50 x), 95 % of what this schedule can gain" in shown
+    render_readme.draw_overlap(tmp_path / "overlap.png")
+    new, committed = (
+        render_readme.drawn_digest(p) for p in (tmp_path / "overlap.png", render_readme.SHORTCUT_PICTURE)
+    )
+    assert new == render_readme.data_digest(render_readme.SHORTCUT_RESULT) != committed
 
 
 def test_the_benchmark_table_is_the_one_of_the_committed_measurement():
@@ -67,10 +83,11 @@ def test_the_predictor_tables_are_those_of_the_committed_residuals():
     assert render_readme.render_predictor(page) == page, "run `make readme`"
 
 
-def test_the_picture_shows_the_committed_run():
-    assert render_readme.drawn_digest(render_readme.PICTURE) == render_readme.data_digest(), (
-        "run `make readme`"
-    )
+def test_the_pictures_show_what_is_committed():
+    digest = render_readme.drawn_digest
+    assert digest(render_readme.PICTURE) == render_readme.data_digest(), "run `make readme`"
+    overlap = render_readme.data_digest(render_readme.SHORTCUT_RESULT)
+    assert digest(render_readme.SHORTCUT_PICTURE) == overlap, "run `make readme`"
 
 
 def test_the_committed_run_is_a_default_run_that_finished():
@@ -100,6 +117,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(render_readme, name, tmp_path / getattr(render_readme, name).name)
     monkeypatch.setattr(render_readme, "README", tmp_path / "README.md")
     monkeypatch.setattr(render_readme, "PICTURE", tmp_path / "loss.png")
+    monkeypatch.setattr(render_readme, "SHORTCUT_PICTURE", tmp_path / "overlap_shortcut.png")
     return folder
 
 

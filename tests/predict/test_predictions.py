@@ -274,6 +274,8 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
     rows = [line for line in done.stdout.splitlines() if line.startswith("| `")]
     assert len(rows) == 4 and sum("refused" in row for row in rows) == 2
     assert done.stdout.count("does not divide the world size") == 2
+    alike = "the model does not tell nccl_ep from deep_ep and hybrid_ep: the same figures stand for each\n"
+    assert done.stdout.count(alike) == 1 and done.stdout.index(rows[-1]) < done.stdout.index(alike)
 
 
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments
 from sidestream.predict.picture import draw
 from sidestream.predict.predict import Prediction, predict
-from sidestream.predict.report import record, text
+from sidestream.predict.report import record, same_figures, text
 from sidestream.tracking.folder import write_json_atomic
 from sidestream.tracking.markdown import table
 
@@ -57,7 +57,7 @@ def start(cfg: DictConfig) -> None:
     if cfg.predict.plot:
         draw(found.asked.job, found.asked.cluster, folder / "prediction.png", title=_title(found, choices))
     if sweeps:
-        _jobs.append({"job": label, "found": found})
+        _jobs.append({"job": label, "found": found, "alike": same_figures(choices)})
         return
     print(text(found, choices=choices))
     print(os.path.relpath(folder / "prediction.json"), end="")
@@ -92,7 +92,7 @@ class TableOfSweep(Callback):
 
 
 def sweep_table(jobs: list[dict[str, Any]]) -> str:
-    """The jobs that were predicted, side by side."""
+    """The jobs that were predicted, side by side, and under them which dispatchers have the same figures."""
     columns = (
         "job",
         "step, ms",
@@ -120,4 +120,5 @@ def sweep_table(jobs: list[dict[str, Any]]) -> str:
                 found.binds,
             )
         )
-    return "\n".join(table(columns, rows))
+    alike = dict.fromkeys(job["alike"] for job in jobs if job.get("alike"))
+    return "\n".join([*table(columns, rows), *alike])

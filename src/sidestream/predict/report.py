@@ -34,6 +34,14 @@ def same_model_as(choices: dict[str, str]) -> list[str]:
     return [name for name in ALIKE if name != chosen] if chosen in ALIKE else []
 
 
+def same_figures(choices: dict[str, str]) -> str:
+    """The same in words; empty if the dispatcher has figures of its own."""
+    if not (others := same_model_as(choices)):
+        return ""
+    told = f"{choices['dispatcher']} from {' and '.join(others)}"
+    return f"the model does not tell {told}: the same figures stand for each"
+
+
 def text(found: Prediction, *, choices: dict[str, str]) -> str:
     """The page that `predict.py` prints."""
     blocks = [
@@ -130,11 +138,8 @@ def _memory(found: Prediction) -> list[str]:
 
 def _verdict(found: Prediction, choices: dict[str, str]) -> list[str]:
     lines = [f"what binds: {found.binds}"]
-    if others := same_model_as(choices):
-        lines.append(
-            f"the model does not tell {choices['dispatcher']} from {' and '.join(others)}: "
-            "the same figures stand for each"
-        )
+    if alike := same_figures(choices):
+        lines.append(alike)
     if found.asked.job.expert_parallel_size > 1:
         lines.append(f"an exchange is as fast as the {link_of(found.asked)}")
     if found.published:
