@@ -13,6 +13,7 @@ if __name__ == "__main__":
     interrupt.leave_at_once()
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,10 @@ def main(argv: list[str]) -> None:
         raise ConfigError("run", options["run"], why, expected="the folder of a run", fix="run=<folder>")
     status.say("checking the checkpoint")
     checkpoint = _checkpoint(run, options["checkpoint"])
-    if not (options["num_tokens"].isascii() and options["num_tokens"].isdigit()):
+    if not re.fullmatch("[0-9]{1,9}", options["num_tokens"]):
+        expected = "an integer below a billion"
         raise ConfigError(
-            "num_tokens", options["num_tokens"], "no count", expected="an integer", fix="num_tokens=200"
+            "num_tokens", options["num_tokens"], "no such count", expected=expected, fix="num_tokens=200"
         )
     if options["validate"] not in ("true", "false"):
         why = "neither true nor false"

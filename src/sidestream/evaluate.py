@@ -23,6 +23,7 @@ from sidestream.parallel.checkpoint_reader import load_meta
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.weights import load_weights
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.tracking.untrusted import printable
 
 TEMPERATURE = 0.8
 
@@ -60,6 +61,8 @@ def evaluate(
         source: DataSource = build.make(cfg, "data")
         text = source.example_prompt if prompt is None else prompt
         corpus = source.load()
+        # A model needs something to continue: at least the end of another document.
+        begin = encode(source, text, vocab_size=corpus.vocab_size) or [corpus.eos_token or 0]
         _read(lambda: check_corpus(corpus, checkpoint), checkpoint)
         phase.enter(phase.BUILDING)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
@@ -75,8 +78,6 @@ def evaluate(
                 phase.enter(phase.VALIDATING)
                 loss = validation_loss(model, cfg, corpus, device, micro_batch_size=layout.micro_batch_size)
             phase.enter(phase.SAMPLING)
-            # A model needs something to continue: at least the end of another document.
-            begin = source.encode(text) or [corpus.eos_token or 0]
             tokens = generate(
                 model,
                 torch.tensor([begin], device=device),
@@ -145,6 +146,24 @@ def validation_loss(
             nll += float(model.loss_sums(micro_batch).nll)
         tokens += int(batch.num_targets())
     return nll / tokens
+
+
+def encode(source: DataSource, text: str, *, vocab_size: int) -> list[int]:
+    """Tokens of a prompt.
+
+    Raises:
+        ConfigError: It is no Unicode text, or has a token that the data, and so the model, does not know.
+    """
+    try:
+        tokens = source.encode(text)
+    except UnicodeEncodeError as error:  # bytes that the terminal's encoding does not have
+        why, expected = printable(error), "text in UTF-8"
+        raise ConfigError("prompt", printable(text), why, expected=expected, fix="prompt=<text>") from None
+    if unknown := [token for token in tokens if token >= vocab_size]:
+        why = f"token {unknown[0]} is none of the {vocab_size} of the data"
+        expected = "text that the data could hold"
+        raise ConfigError("prompt", printable(text), why, expected=expected, fix="prompt=<text>")
+    return tokens
 
 
 def generate(

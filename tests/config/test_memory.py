@@ -39,7 +39,15 @@ def test_what_cannot_fit_is_refused_and_the_advice_fits(compose: Compose, overri
     here.check_memory(smaller, check(smaller, device_count=0), free=LAPTOP)
 
 
-@pytest.mark.parametrize("overrides", [[], ["model=small"], ["model=small", "trainer.precision=bf16-mixed"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=small"],
+        ["model=small", "trainer.precision=bf16-mixed"],
+        ["strategy=fully_shard", "model.moe_layers=[]"],
+    ],
+)
 def test_what_fits_is_not_refused(compose: Compose, overrides: list[str]):
     cfg = compose(*overrides)
     here.check_memory(cfg, check(cfg, device_count=0), free=LAPTOP)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from sidestream.config import schema
 from sidestream.config.errors import ConfigError
 from sidestream.convert.function import KEYS
-from sidestream.convert.start import check_weights
+from sidestream.convert.start import _config_beside, check_weights
 from tests.convert.tiny import change_config, write_random, write_run
 from tests.train.fit import compose_run
 
@@ -175,6 +175,7 @@ def test_a_checkpoint_without_a_config_and_a_router_of_ones_own_are_said(
     moved = tmp_path / "a" / "b" / "checkpoint"
     shutil.copytree(run[0], moved)
     assert "no config beside this checkpoint" in (check_weights(run[1], moved) or "")
+    assert _config_beside(Path("/checkpoint")) is None  # such as a volume of a container
     own = {**built, "router": {"_target_": "my_package.MyRouter"}}
     assert "a class of your own" in (check_weights(own, folder) or "")
 

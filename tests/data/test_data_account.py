@@ -3,6 +3,7 @@
 import codecs
 import json
 import os
+import pickle
 import shlex
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from sidestream.config.errors import ConfigError
 from sidestream.data.record import content_hash
-from sidestream.data.tokenizer import BPETokenizer
+from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer
 from tests.data.sources import texts
 from tests.data.test_data_check import checked
 from tests.data.test_data_huggingface import json_lines
@@ -249,7 +250,10 @@ def test_a_column_that_is_no_text_is_refused(tmp_path, datasets, values):
         (np.arange(5000, dtype=np.int64) % 500 + 1, "int32", "set data.dtype=int64"),
         (np.arange(5000, dtype=np.uint16) % 200 + 1, "uint8", "set data.dtype=uint16"),
         (b"this is a text and no array of tokens\n" * 100, "uint16", "text, not tokens"),
+        ("Ein schöner Tag, ça va très bien.\n".encode() * 100, "uint16", "text, not tokens"),
+        ("Ein schöner Tag, ça va très bien.\n".encode("latin-1") * 100, "uint16", "text, not tokens"),
         (b"\x1f\x8b\x08\x00" + bytes(100), "uint16", "a gzip file"),
+        (pickle.dumps(list(range(3000))), "uint16", "a pickle file"),
         (b"MMIDIDX\x00\x00" + bytes(101), "uint16", "a Megatron index"),
         ((20240520).to_bytes(4, "little") + bytes(2000), "uint16", "llm.c"),
     ],
@@ -261,6 +265,17 @@ def test_a_dtype_or_header_that_does_not_fit_is_refused(folder, content, dtype, 
     assert why in line
     with pytest.raises(ConfigError):
         token_source(path, dtype=dtype, vocab_size=60000).load()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"), [("\u00e9", "token 195 is none of the 100"), ("a\udcff", "surrogates")]
+)
+def test_a_prompt_that_the_data_cannot_hold_is_refused(prompt, why):
+    from sidestream.evaluate import encode
+
+    assert encode(ByteTokenizer(), "ab", vocab_size=100) == [97, 98]
+    with pytest.raises(ConfigError, match=why):
+        encode(ByteTokenizer(), prompt, vocab_size=100)
 
 
 def test_an_array_without_its_suffix_is_refused(folder):

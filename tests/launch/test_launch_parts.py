@@ -131,17 +131,27 @@ def test_resume_refuses_another_model_or_data(tmp_path: Path, key: str, refused:
         assert resume.check_changes(run, new=new, layout=LAYOUT) == [f"resume: {key} 1 -> 2"]
 
 
-@pytest.mark.parametrize("schedule", ["WSD", "Constant"])
-def test_resume_says_when_more_steps_change_the_learning_rate(tmp_path: Path, schedule: str):
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "steps", "said"),
+    [
+        ("WSD", 2, (5, 9), True),
+        ("Constant", 2, (5, 9), False),
+        ("Constant", "auto", (20, 40), True),  # the warm-up is 2 steps, then 4
+        ("Constant", "auto", (500, 900), False),  # 50 at most
+    ],
+)
+def test_resume_says_when_more_steps_change_the_learning_rate(
+    tmp_path: Path, schedule: str, warmup: int | str, steps: tuple[int, int], said: bool
+):
     run = make_run(tmp_path / "run")
     config = {
-        "trainer": {"max_steps": 5},
-        "scheduler": {"_target_": f"sidestream.lightning.schedules.{schedule}"},
+        "trainer": {"max_steps": steps[0]},
+        "scheduler": {"_target_": f"sidestream.lightning.schedules.{schedule}", "warmup_steps": warmup},
     }
     OmegaConf.save(OmegaConf.create(config), run / RESOLVED)
-    config["trainer"] = {"max_steps": 9}
+    config["trainer"] = {"max_steps": steps[1]}
     lines = resume.check_changes(run, new=config, layout=LAYOUT)
-    assert any("bit-identical" in line for line in lines) == (schedule == "WSD")
+    assert any("bit-identical" in line for line in lines) == said
 
 
 def test_a_run_that_has_all_its_steps_is_not_started_again(tmp_path: Path):

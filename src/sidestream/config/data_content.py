@@ -15,7 +15,7 @@ TOLERATED = 1e-3  # share of characters that may be no UTF-8 where a tokenizer h
 PEEK = 2**16
 _SEARCHED = 64 * 2**20  # bytes in which a separator is searched before ranks start
 _WIDTHS = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
-_PRINTED = frozenset(b"\t\n\r" + bytes(range(32, 127)))
+_PRINTED = frozenset(b"\t\n\r" + bytes(range(32, 127)) + bytes(range(128, 256)))  # UTF-8 and Latin-1, too
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -36,6 +36,8 @@ _CONTAINERS = {
     b"\x89HDF": "HDF5",
     b"%PDF": "PDF",
     b"SQLite format 3": "SQLite",
+    b"\x80\x04\x95": "pickle",
+    b"\x80\x05\x95": "pickle",
 }
 # The first of 256 int32 in front of the tokens that llm.c and its descendants write.
 _LLM_C = {(20240520).to_bytes(4, "little"), (20240801).to_bytes(4, "little")}

@@ -51,9 +51,9 @@ class LatentAttention:
 @dataclass
 class Model:
     vocab_size: int | None = key(low=1, high=2**24)
-    num_layers: int = key(low=1)
+    num_layers: int = key(low=1, high=10_000)  # beyond, even counting the blocks takes minutes
     hidden_size: int = key(low=1)
-    num_heads: int = key(low=1)
+    num_heads: int = key(low=1, high=2**16)
     num_kv_heads: int = key(low=1)
     head_dim: int | None = key(low=2)
     qk_norm: str = one_of("none", "head", "full")

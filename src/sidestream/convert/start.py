@@ -85,7 +85,7 @@ def check_weights(cfg: Mapping[str, Any], folder: Path, *, vocab_size: int | Non
 def _config_beside(checkpoint: Path) -> dict[str, Any] | None:
     """The resolved config of the run, or the import, that wrote a checkpoint."""
     folder = checkpoint.resolve()
-    for parent in (folder.parents[1], folder.parent):
+    for parent in reversed(folder.parents[:2]):  # one of them only at the root of a file system
         path = parent / ".hydra" / "resolved.yaml"
         if path.is_file():
             try:

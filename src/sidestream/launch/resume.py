@@ -13,6 +13,7 @@ from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
 from sidestream.config.schema import SCHEMAS, options_with
 from sidestream.launch import arguments, taken
 from sidestream.launch.record import RESOLVED, Launch, load_resolved
+from sidestream.lightning.schedules import Constant
 from sidestream.tracking import lock
 from sidestream.tracking.integrity import FOLDER, LEFTOVER, Choice, checkpoints, newest_whole, step_of
 from sidestream.tracking.untrusted import Unreadable, printable, read_json
@@ -160,7 +161,7 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
     now = dict(_flat(new, ""))
     launch = Launch.load(folder)
     lines = [line for key in _changed(old, now) if (line := _change(key, old, now, launch.choices))]
-    if old.get("trainer.max_steps") != now["trainer.max_steps"] and _decays(now):
+    if _rate_follows_the_end(old, now):
         lines.append(
             "resume: the learning rate depends on trainer.max_steps, so this is no longer bit-identical to a run "
             f"started with trainer.max_steps={now['trainer.max_steps']}"
@@ -221,8 +222,14 @@ def keep_previous(folder: Path) -> None:
     shutil.copy(resolved, resolved.with_name(f"resolved.{earlier}.yaml"))
 
 
-def _decays(flat: dict[str, Any]) -> bool:
-    return not str(flat.get("scheduler._target_")).endswith(".Constant")
+def _rate_follows_the_end(old: Flat, now: Flat) -> bool:
+    """Whether the steps that are done would have had other rates with the new `trainer.max_steps`."""
+    ends = [flat.get("trainer.max_steps") for flat in (old, now)]
+    if str(now.get("scheduler._target_")).endswith(".Constant"):
+        if now.get("scheduler.warmup_steps") != "auto":  # a share of the steps
+            return False
+        ends = [Constant(max_steps=steps or 0, warmup_steps="auto").warmup_steps for steps in ends]
+    return ends[0] != ends[1]
 
 
 def _flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

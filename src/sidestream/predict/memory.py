@@ -79,13 +79,13 @@ def memory(job: Job, cluster: Cluster) -> Memory:
 
 
 def largest_block(job: Job) -> float:
-    """Parameters of one rank's part of a MoE block."""
+    """Parameters of one rank's part of a MoE block; in a dense model, of any."""
     counted = account(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
     _, experts = parameters(job)
     layers = len(job.shape.moe_blocks) + job.shape.num_mtp_layers
     outside = counted.params_total - counted.params_embedding * (1 if job.shape.tie_embeddings else 2)
     whole = layers * job.shape.num_experts * 3 * job.shape.hidden_size * job.shape.expert_hidden_size
-    return job.pipeline_stages * experts / layers + (outside - whole) / job.shape.num_layers
+    return job.pipeline_stages * experts / max(1, layers) + (outside - whole) / job.shape.num_layers
 
 
 def _in_flight(job: Job) -> float:
