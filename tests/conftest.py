@@ -3,7 +3,11 @@
 import copy
 import dataclasses
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,3 +34,11 @@ def _read_each_config_file_once() -> None:
 
 
 _read_each_config_file_once()
+
+
+@pytest.fixture(autouse=True)
+def forget_own_packages() -> Iterator[None]:
+    """Many tests write a package `my_pkg` of their own: the next one is not given the last one's."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]

@@ -162,7 +162,7 @@ def test_the_table_has_the_keys_that_differ_and_the_figures(sweep):
     ]
     assert column(done, "seed") == ["1", "1", "2", "2"]
     assert column(done, "val_loss") == ["2.0", "2.0", "3.0", "3.0"]
-    assert column(done, "folder")[3] == "3-seed-2_model-tiny_seq_length-128"
+    assert column(done, "folder")[3] == "3-seed-2_seq_length-128"
     assert all(float(value) > 0 for value in column(done, "seconds"))
 
 

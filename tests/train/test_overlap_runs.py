@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sidestream.lightning.checkpoint import checkpoints
-from sidestream.lightning.module import SidestreamModule
+from sidestream.lightning.fits import check_facts
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
@@ -68,26 +67,19 @@ def test_a_checkpoint_of_a_shortcut_refuses_another_model(shortcut_run: Path, tm
     with pytest.raises(AssertionError) as refused:
         fit(folder, *STATEFUL, "dispatcher=nccl_ep", f"resume={folder}")
     text = str(refused.value)
-    assert "overlap or router.force_balance: the checkpoint was trained under a choice" in text
-    assert "(shortcut auto cg1 tap_norm post_norm, not plain)" in text
-    assert "overlap.enabled=false computes the same model serially" in text
-    assert (
-        text.count("Error: overlap or router.force_balance") == 2
-    )  # on both ranks, before they exchange anything
+    names = "shortcut auto cg1 tap_norm post_norm there and plain here"
+    why = f"was trained under an overlap or router.force_balance that computes another model: {names}"
+    assert text.count(why) >= 2  # on both ranks, before they exchange anything
+    assert "overlap.enabled=false is the same model" in text
 
 
 def load(saved: Any, present: Any) -> None:
     """What is compared when a checkpoint of one schedule is loaded under another."""
-    checkpoint = {
-        "format": 1,
-        "data_checksum": "of the corpus",
-        "changes_model": saved.changes_model,
-        "function": saved.function,
-    }
-    recipe = SimpleNamespace(
-        data_checksum="of the corpus", changes_model=present.changes_model, function=present.function
-    )
-    SidestreamModule.on_load_checkpoint(SimpleNamespace(recipe=recipe), {"sidestream": checkpoint})  # type: ignore[arg-type]
+    facts = [
+        {"format": CHECKPOINT_FORMAT, "data_checksum": "text", "changes_model": one.changes_model, "function": one.function}
+        for one in (saved, present)
+    ]
+    check_facts(Path("run/checkpoints/step-1"), *facts)
 
 
 PLAIN = [SharedExpertOverlap(), ChunkedOverlap(num_chunks=3), TwoBatchOverlap(enabled=False)]
@@ -111,7 +103,7 @@ def test_every_pair_of_different_models_is_refused_and_the_same_is_taken() -> No
             if saved is present:
                 load(saved, present)
                 continue
-            with pytest.raises(ValueError, match=r"overlap\.enabled=false computes the same model serially"):
+            with pytest.raises(ValueError, match=r"overlap\.enabled=false is the same model"):
                 load(saved, present)
 
 

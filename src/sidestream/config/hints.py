@@ -230,7 +230,7 @@ def nearest_value(value: object, choices: Sequence[str]) -> str:
     for choice in choices:
         if typed in VALUES.get(choice, ()):
             return choice
-    close = difflib.get_close_matches(typed, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(typed, choices, n=1, cutoff=0.6)
     begins = [choice for choice in choices if typed and choice.startswith(typed)]
     return (begins or close or list(choices))[0]
 

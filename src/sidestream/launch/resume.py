@@ -156,7 +156,7 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
     try:
         old = dict(_flat(load_resolved(folder), ""))
     except Unreadable as error:
-        fix = "start a new run without resume="
+        fix = "run anew without resume="
         raise ConfigError("resume", folder, str(error), expected="the config of the run", fix=fix) from None
     now = dict(_flat(new, ""))
     launch = Launch.load(folder)

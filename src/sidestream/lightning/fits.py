@@ -18,9 +18,7 @@ from sidestream.tracking.untrusted import printable
 _WEIGHTS = "state_dict."
 
 
-def refuse(
-    folder: Path, why: str, *, expected: str, fix: str = "start a new run without resume="
-) -> ConfigError:
+def refuse(folder: Path, why: str, *, expected: str, fix: str = "run anew without resume=") -> ConfigError:
     """What a rank says of a checkpoint that is whole and not this run's."""
     shown = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     return ConfigError("resume", shown, f"{folder.name} {why}", expected=expected, fix=fix)
