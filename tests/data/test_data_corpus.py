@@ -207,3 +207,10 @@ def test_the_real_standard_library(tmp_path):
     assert corpus.train_tokens.size > 2_000_000
     assert 0.01 < corpus.val_tokens.size / corpus.train_tokens.size < 0.15
     assert Path(os.__file__).read_bytes() in corpus.train_tokens.tobytes() + corpus.val_tokens.tobytes()
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "[" * 100_000, '{"files": []}', '{"dtype": []}'])
+def test_an_index_that_is_none_is_built_again(tmp_path, content):
+    write_corpus(tmp_path, Content(256, [("train", b"abc"), ("val", b"d")]), name="x")
+    (tmp_path / "corpus.json").write_text(content)
+    assert read_corpus(tmp_path) is None

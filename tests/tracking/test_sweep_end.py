@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from sidestream.tracking import sweep
+from sidestream.tracking import sweep, wandb_sweep
 from sidestream.tracking.sweep import Job, after_sweep
 from tests.compare.folders import write_run
 from tests.tracking.wandb_file import wandb_runs
@@ -87,3 +89,25 @@ def test_a_logged_sweep_has_one_table_more_and_a_second_start_goes_on_in_it(
     command = [str(Path(sys.executable).parent / "wandb"), "sync", "--dry-run", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and folder.name in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_only_pictures_of_a_job_itself_are_sent(tmp_path: Path) -> None:
+    job, elsewhere = tmp_path / "job", tmp_path / "private.png"
+    job.mkdir()
+    Image.new("RGB", (3, 2)).save(elsewhere)
+    for name in ("link.png", "pipe.png", "text.png", "own.png"):
+        assert wandb_sweep._picture(job, name) is None
+    (job / "link.png").symlink_to(elsewhere)
+    os.mkfifo(job / "pipe.png")
+    (job / "text.png").write_text("<svg/>")
+    (job / "own.png").write_bytes(elsewhere.read_bytes())
+    found = [wandb_sweep._picture(job, name) for name in ("link.png", "pipe.png", "text.png", "own.png")]
+    assert found[:3] == [None] * 3 and found[3] is not None and found[3].size == (3, 2)
+
+
+def test_a_line_of_a_job_shows_what_a_folder_says_as_text(tmp_path: Path) -> None:
+    for job in (
+        Job(0, tmp_path, [], label="name=\x1b[2J\nerror: x"),
+        Job(0, tmp_path, [], label="a", refused="\x1b[2J\n"),
+    ):
+        assert "\x1b" not in job.line() and "\n" not in job.line() and "\\x1b[2J" in job.line()

@@ -16,6 +16,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus
 from sidestream.tracking.data_record import SPLITS, DataRecord
 from sidestream.tracking.folder import sync_folder
+from sidestream.tracking.untrusted import read_json
 
 WHOLE_BYTES = 256 * 2**20  # files up to this size are read whole to verify them
 _BLOCK, _BLOCKS = 64 * 1024, 256
@@ -112,7 +113,7 @@ def read_corpus(folder: Path) -> Corpus | None:
     """
     tokens = {}
     try:
-        index = json.loads((folder / _INDEX).read_bytes())
+        index = read_json(folder / _INDEX)
         dtype = np.dtype(index.get("dtype", "uint8"))
         if dtype.kind != "u":  # a cache may be shared; numbers mapped as objects would be pointers
             return None
@@ -133,9 +134,9 @@ def read_corpus(folder: Path) -> Corpus | None:
             val_tokens=tokens["val"],
             checksum=hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest(),
             folder=folder,
-            record=DataRecord(**json.loads((folder / _RECORD).read_bytes())),
+            record=DataRecord(**read_json(folder / _RECORD)),
         )
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

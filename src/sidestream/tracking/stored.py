@@ -136,6 +136,11 @@ _STANDS_FOR: dict[tuple[str, str], Any] = {
 
 # The one in Python: the one in C allocates what a number in the file tells it to.
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    # Nor these bytes, for which it does the same before it reads them; no checkpoint has any.
+    dispatch = {
+        code: read for code, read in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }  # type: ignore[attr-defined]
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _STANDS_FOR[module, name]
@@ -158,7 +163,7 @@ def read(folder: Path, *, sizes: Mapping[str, int] | None = None) -> Stored:
     try:
         record = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a pickle that somebody made can raise anything
-        raise Unreadable(f"{printable(path)}: {printable(error or type(error).__name__)}") from None
+        raise Unreadable(f"{printable(path)}: {printable(str(error) or type(error).__name__)}") from None
     try:
         return _checked(record, _Sizes(folder) if sizes is None else sizes)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:

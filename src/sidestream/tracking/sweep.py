@@ -92,10 +92,11 @@ class Job:
     def line(self) -> str:
         """Returns the job's line of the console and of the table printed at the end."""
         start = f"#{self.number:<3} {self.state:11}"
+        label = printable(self.label, limit=1000)  # of a sweep that runs again: from its folder
         if self.refused:
-            return f"{start} {self.label}: {self.refused}"
+            return f"{start} {label}: {printable(self.refused, limit=2000)}"
         loss = "" if self.val_loss is None else f"val_loss {self.val_loss:.4f}"
-        return f"{start} {loss:16} {self.seconds:7.1f} s  {self.label}"
+        return f"{start} {loss:16} {self.seconds:7.1f} s  {label}"
 
 
 def differing(jobs: Sequence[Job]) -> list[str]:
@@ -197,7 +198,7 @@ def after_sweep(folder: Path, jobs: Sequence[Job]) -> None:
             make(folder, jobs, trained)
         except Exception as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            print(f"no {what}: {first}", file=sys.stderr, flush=True)
+            print(f"no {what}: {printable(first)}", file=sys.stderr, flush=True)
 
 
 def _report(folder: Path, jobs: Sequence[Job], trained: Sequence[Job]) -> None:

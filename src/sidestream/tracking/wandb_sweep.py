@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from sidestream.tracking.folder import write_text_atomic
 from sidestream.tracking.sweep import group_of
-from sidestream.tracking.untrusted import read_text
+from sidestream.tracking.untrusted import Unreadable, read_bytes, read_text
 from sidestream.tracking.wandb_mode import mode_of
 
 TABLE = "sweep/jobs"
@@ -45,11 +48,22 @@ def log_table(
     )
     table = wandb.Table(columns=[*rows[0], *PICTURES])
     for row in rows:
-        files = [folder / row["folder"] / name for name in PICTURES.values()]
-        pictures = [wandb.Image(str(path)) if path.exists() else None for path in files]
-        table.add_data(*row.values(), *pictures)
+        found = [_picture(folder / row["folder"], name) for name in PICTURES.values()]
+        table.add_data(
+            *row.values(), *(None if picture is None else wandb.Image(picture) for picture in found)
+        )
     run.log({TABLE: table})
     run.finish(exit_code=exit_code)
+
+
+def _picture(job: Path, name: str) -> Image.Image | None:
+    """A picture of a job's own: a sweep that runs again may be anybody's, and what is behind a link is not sent."""
+    try:
+        picture = Image.open(io.BytesIO(read_bytes(job / name, inside=job)), formats=("PNG",))
+        picture.load()
+        return picture
+    except (Unreadable, OSError, ValueError, Image.DecompressionBombError):
+        return None
 
 
 def _id(folder: Path) -> str:
