@@ -18,7 +18,7 @@ from tests.train.fit import MICRO, fit
 
 REPOSITORY = Path(__file__).parents[2]
 WANDB = ["logger=wandb", "logger.offline=true"]
-FAILS = ["optimizer.lr=1e30", "trainer.gradient_clip_val=null"]  # the loss becomes NaN after a step or two
+FAILS = ["optimizer.lr=1e12", "trainer.gradient_clip_val=null"]  # the loss becomes NaN after a step or two
 
 
 def records(folder):
@@ -129,7 +129,7 @@ def test_i4_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path
 def test_a_sweep_over_two_ranks_has_one_wandb_run_per_job(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and "RANK" not in k}
     environment |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [*MICRO, "logger=wandb", "trainer.devices=2", "optimizer.lr=1e-3,1e30"]
+    arguments = [*MICRO, "logger=wandb", "trainer.devices=2", "optimizer.lr=1e-3,1e12"]
     arguments += ["trainer.gradient_clip_val=null", "hydra.sweep.dir=sweep"]
     command = [sys.executable, str(REPOSITORY / "train.py"), "-m", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
@@ -162,13 +162,16 @@ def test_tensorboard_gets_scalars_config_and_picture(tmp_path):
         (r[names.STEP], r[names.TRAIN_LOSS]) for r in training
     ]
     assert {f"{names.LAYER_LOAD}/0", names.TOKENS_PER_SECOND} <= set(events.Tags()["scalars"])
-    assert [image.step for image in events.Images(names.LOAD_PICTURE)] == [6]
     assert "max_steps: 6" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     # As after a crash: steps 5 and 6 were logged, the newest checkpoint is of step 4.
     for path in (tmp_path / "checkpoints").glob("*6"):
         path.rename(tmp_path / "gone")
     fit(tmp_path, "logger=tensorboard", f"resume={tmp_path}")
-    assert [event.step for event in read().Scalars(names.TRAIN_LOSS)] == [1, 2, 3, 4, 5, 6]
+    events = read()
+    assert [event.step for event in events.Scalars(names.TRAIN_LOSS)] == [1, 2, 3, 4, 5, 6]
+    assert [image.step for image in events.Images(names.LOAD_PICTURE)] == [
+        6
+    ]  # who stops a run is not kept waiting
 
 
 def test_the_page_explains_every_metric():
