@@ -115,6 +115,8 @@ def _check_range(key: str, value: float, limits: Any, *, shown: object) -> None:
         fix = f"{key}={low}"
     else:
         fix = _set_default(key)
+        if too_low and fix.endswith("=null"):  # somebody wants it, and not null
+            fix = f"{key}=1"
     raise ConfigError(key, shown, "out of range", expected=f"a value {' and '.join(bounds)}", fix=fix)
 
 
