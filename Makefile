@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all attack check format clean
+.PHONY: train test test-all test-ranks test-rest attack check format clean
 
 train: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
@@ -19,9 +19,17 @@ test: $(STAMP)
 attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack tests/trust $(ARGS)
 
-# Everything, with the kernels that `make test` skips because Triton is a gigabyte.
+# Everything, with the kernels that `make test` skips because Triton is a gigabyte. Tests of ranks beside all others: each
+# half leaves cores idle that the other one uses.
+RANKS := $(addprefix tests/,core dispatch fusion graph launch measure overlap train)
 test-all: $(VENV)/.triton
-	$(BIN)/python -m pytest -m "not attack" $(ARGS)
+	$(MAKE) -j 2 --output-sync=target test-ranks test-rest
+
+test-ranks: $(STAMP)
+	$(BIN)/python -m pytest -m "not attack" $(RANKS) $(ARGS)
+
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest -m "not attack" tests $(addprefix --ignore=,$(RANKS)) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
