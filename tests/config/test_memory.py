@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from sidestream.config.compatibility import check, remarks
 from sidestream.config.errors import ConfigError
@@ -53,6 +54,16 @@ def test_what_fits_is_not_refused(compose: Compose, overrides: list[str]):
     here.check_memory(cfg, check(cfg, device_count=0), free=LAPTOP)
 
 
+def test_parts_of_a_users_own_are_not_refused_for_what_nobody_knows(compose: Compose):
+    cfg = compose()
+    layout = check(cfg, device_count=0)
+    OmegaConf.set_struct(cfg, False)
+    cfg.dispatcher = {"_target_": "my_package.Mine", "capacity_factor": "auto"}
+    cfg.optimizer = {"_target_": "my_package.Adam8Bit", "lr": 0.1}
+    needed = here.account_here(cfg, layout)
+    assert needed.optimizer == 0 and needed.weights > 0
+
+
 def test_more_ranks_share_the_experts_and_the_state(compose: Compose):
     def needed(*overrides: str) -> float:
         cfg = compose("model=olmoe_1b_7b", *overrides)
@@ -64,8 +75,6 @@ def test_more_ranks_share_the_experts_and_the_state(compose: Compose):
 
 
 def test_a_run_is_counted_like_its_prediction(compose: Compose):
-    from omegaconf import OmegaConf
-
     from sidestream.predict.memory import memory
     from sidestream.predict.read import read
 

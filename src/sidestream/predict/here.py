@@ -71,7 +71,10 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
     node = OmegaConf.load(CONF / "cluster" / "cpu_2core.yaml")
     cluster = replace(cluster_of(node, name="this machine"), gpus_per_domain=layout.local_world_size)  # type: ignore[arg-type]
     values: Any = OmegaConf.to_container(cfg.model, resolve=True)
-    router, sharded = cfg.router, sharding(cfg)
+    router, sharded, factor = cfg.router, sharding(cfg), cfg.dispatcher.get("capacity_factor")
+    weight, gradient, state = state_bytes(cfg)
+    if not str(cfg.optimizer.get("_target_")).startswith("torch."):
+        state = 0  # nobody knows what a user's own keeps, so no run is refused for it
     job = Job(
         shape=shape_from(values, vocab_size=BYTES_OF_TEXT),
         routes=Routes(cfg.model.num_experts, router.get("top_k") or 1, 1, 1),
@@ -79,7 +82,7 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
             packing="per_rank",
             packs_in_kernel=False,
             reads_counts=True,
-            slots=min(cfg.dispatcher.get("capacity_factor") or 1.0, layout.expert_parallel_size),
+            slots=min(factor if isinstance(factor, int | float) else 1.0, layout.expert_parallel_size),
         ),
         schedule=Schedule(name="none"),
         seq_length=cfg.data.seq_length,
@@ -89,7 +92,7 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
         data_parallel_size=layout.world_size,
         math=MATH[cfg.trainer.precision],
         sharding=sharded,
-        state_bytes=state_bytes(cfg),
+        state_bytes=(weight, gradient, state),
     )
     return memory(job, cluster)
 
