@@ -101,7 +101,7 @@ def report(cfg: DictConfig, *, layout: Layout, checkpoint: Path, **wanted: Any) 
     if wanted["validate"]:
         print(f"val_loss   {result['val_loss']:.4f} nats per {result['unit']}")
     text = f"{result['prompt']}{result['sample']}"
-    print(f"sample     {printable(text, limit=len(text) + 1, keep=SHOWN)}")
+    print(f"sample     {printable(text, limit=10 * len(text) + 1, keep=SHOWN)}")
 
 
 def _checkpoint(run: Path, given: str) -> Path:

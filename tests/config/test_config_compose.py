@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.compatibility import check
@@ -83,6 +84,13 @@ def test_a_resolved_config_passes_the_check_too(compose: Compose):
     cfg = compose("model=small")
     resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert check(resolved, device_count=0) == check(cfg, device_count=0)
+
+
+def test_help_shows_names_of_files_as_text(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a\x1b[2J.yaml").write_text("x: 1")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert "a\\x1b[2J" in help_text() and "\x1b" not in help_text()
 
 
 def test_help_has_one_line_per_group_and_no_schema(compose: Compose):

@@ -248,6 +248,13 @@ def test_config_errors_of_a_rank_exit_with_2_and_one_line(tmp_path: Path, capsys
     assert capsys.readouterr().err == "error: a.b=1: wrong; expected 2; set a.b=2\n"
 
 
+def test_what_a_rank_says_is_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture):
+    failure = failures.record(tmp_path, rank=0, error=ValueError("a file says \x1b[2J"))
+    assert failures.report(tmp_path, failure, world_size=2) == 1
+    shown = capsys.readouterr().err
+    assert "\x1b" not in shown and shown.count("a file says \\x1b[2J") == 2
+
+
 @pytest.fixture
 def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT, processes.AT_ONCE)

@@ -12,6 +12,7 @@ from typing import Any
 from sidestream.compare.errors import CompareError
 from sidestream.compare.runs import LeftOut, Run, as_typed, flatten
 from sidestream.tracking import names
+from sidestream.tracking.wandb_mode import check_folder
 
 # Beside the config in what the logger sends, see `sidestream.run`.
 _IDENTITY = (
@@ -60,6 +61,7 @@ def read(project: str, group: str, *, api: Any = None) -> tuple[list[Run], list[
             raise CompareError(
                 f"wandb={project}: wandb is not installed; expected it; run pip install 'wandb>=0.31,<0.32'"
             ) from None
+        check_folder()
         api = wandb.Api()
     runs: list[Run] = []
     left_out: list[LeftOut] = []

@@ -9,6 +9,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 
+from sidestream.tracking.untrusted import printable
+
 WIDTH = 100
 
 GROUPS = {
@@ -76,9 +78,10 @@ def help_text(command: str = "train", choices: Mapping[str, str | None] | None =
     for group in groups:
         options = loader.get_group_options(group, ObjectType.CONFIG)
         options.sort(key=lambda option: option != (choices or {}).get(group))  # sorted already, and stays so
-        lines.append(f"  {group:{indent - 2}}{GROUPS.get(group, '')}".rstrip())
+        # Folders and files of `-cd` may be anybody's.
+        lines.append(f"  {printable(group):{indent - 2}}{GROUPS.get(group, '')}".rstrip())
         listed = {"initial_indent": " " * indent, "subsequent_indent": " " * indent}
-        lines += textwrap.wrap(" | ".join(options), WIDTH, **listed, break_on_hyphens=False)  # type: ignore[arg-type]
+        lines += textwrap.wrap(" | ".join(map(printable, options)), WIDTH, **listed, break_on_hyphens=False)  # type: ignore[arg-type]
     header = {"train": HEADER, "predict": PREDICT_HEADER}[command]
     footer = FOOTER.replace("train.py", f"{command}.py")
     page = "\n".join([header, GROUPS_HEADER, *lines, "", footer])

@@ -19,7 +19,7 @@ from sidestream.launch.phase import Phase
 from sidestream.launch.record import LAUNCH, Launch
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import Status, minimal_failed_result
-from sidestream.tracking.untrusted import read_json
+from sidestream.tracking.untrusted import printable, read_json
 
 # What the other ranks see when one goes away: true, but not the cause.
 _FOLLOW_UP = re.compile(
@@ -118,9 +118,10 @@ def report(folder: Path, failure: Failure, *, world_size: int, debug: bool = Fal
         return 1
     if failure.traceback and (debug or not failure.config):
         where = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the run"
-        print(f"{where} failed in {folder}:\n{failure.traceback}", file=sys.stderr)
+        shown = printable(failure.traceback, limit=10 * len(failure.traceback), keep="\n\t")
+        print(f"{where} failed in {folder}:\n{shown}", file=sys.stderr)
     prefix = "" if failure.config or world_size == 1 else f"rank {failure.rank}: "
-    print(f"error: {prefix}{failure.error}", file=sys.stderr, flush=True)
+    print(f"error: {prefix}{printable(failure.error, limit=2000)}", file=sys.stderr, flush=True)
     write_result(folder, error=f"{prefix}{failure.error}", status="failed")
     return 2 if failure.config else 1
 

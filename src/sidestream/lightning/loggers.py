@@ -23,7 +23,7 @@ from sidestream.tracking import names, sweep
 from sidestream.tracking.folder import RunFolder, write_text_atomic
 from sidestream.tracking.integrity import resumed, step_of
 from sidestream.tracking.untrusted import parse_yaml, read_text
-from sidestream.tracking.wandb_mode import mode_of
+from sidestream.tracking.wandb_mode import mode_of, user_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def wandb_logger(
         config={**context.config, "choices": context.choices, **context.identity},
         dir=str(context.folder),
         # An argument and not WANDB_MODE: the environment would reach later runs of this process and children.
-        mode=mode_of(offline, wandb.setup().settings),
+        mode=mode_of(offline, user_settings()),
         # Without it wandb returns a run that an earlier job of this process left open.
         reinit="finish_previous",
         # Capturing the console would copy every redraw of the progress bar.

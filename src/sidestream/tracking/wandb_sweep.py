@@ -13,7 +13,7 @@ from PIL import Image
 from sidestream.tracking.folder import write_text_atomic
 from sidestream.tracking.sweep import group_of
 from sidestream.tracking.untrusted import Unreadable, read_bytes, read_text
-from sidestream.tracking.wandb_mode import mode_of
+from sidestream.tracking.wandb_mode import mode_of, user_settings
 
 TABLE = "sweep/jobs"
 PICTURES = {"load": "expert_load.png", "timeline": "overlap.png"}
@@ -42,7 +42,7 @@ def log_table(
         job_type="sweep",
         tags=list(logger["tags"]),
         dir=str(folder),
-        mode=mode_of(logger["offline"], wandb.setup().settings),
+        mode=mode_of(logger["offline"], user_settings()),
         reinit="finish_previous",
         settings=wandb.Settings(console="off"),
     )
