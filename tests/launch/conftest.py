@@ -30,7 +30,7 @@ def gone(folder):  # rank 1 has ended, whether or not anybody has asked how
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 def train(cfg, *, layout, folder, env):
-    from sidestream.launch import stopping
+    from sidestream.launch import phase, stopping
     behaviour = cfg.name
     seen = {"rank": env.rank, "folder": str(folder), "seed": cfg.seed, "world_size": env.world_size}
     (folder / f"seen{env.rank}.json").write_text(json.dumps(seen))
@@ -53,6 +53,7 @@ def train(cfg, *, layout, folder, env):
     if behaviour == "one_seed_fails" and cfg.seed == 2 and cfg.router.top_k == 1:
         raise RuntimeError("this job fails")
     if behaviour == "waits":
+        phase.enter(phase.TRAINING, step=4)  # before it, a stop leaves no checkpoint
         (folder / f"ready{env.rank}").touch()
     while behaviour in ("waits", "hangs") and not (stopping.requested() and behaviour == "waits"):
         time.sleep(0.02)
