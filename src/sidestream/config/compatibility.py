@@ -98,6 +98,11 @@ def check(
     return layout
 
 
+def auto_warmup(max_steps: int) -> int:
+    """Steps of `scheduler.warmup_steps=auto`: a tenth of the run, at most 50."""
+    return min(50, max_steps // 10)
+
+
 def remarks(cfg: DictConfig, layout: Layout) -> list[str]:
     """What a config that runs does in another way than somebody may think, a line each.
 

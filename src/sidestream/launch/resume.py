@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sidestream.config.compatibility import Layout
+from sidestream.config.compatibility import Layout, auto_warmup
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
 from sidestream.config.schema import SCHEMAS, options_with
 from sidestream.launch import arguments, taken
 from sidestream.launch.record import RESOLVED, Launch, load_resolved
-from sidestream.lightning.schedules import Constant
 from sidestream.tracking import lock
 from sidestream.tracking.integrity import FOLDER, LEFTOVER, Choice, checkpoints, newest_whole, step_of
 from sidestream.tracking.untrusted import Unreadable, printable, read_json
@@ -228,7 +227,7 @@ def _rate_follows_the_end(old: Flat, now: Flat) -> bool:
     if str(now.get("scheduler._target_")).endswith(".Constant"):
         if now.get("scheduler.warmup_steps") != "auto":  # a share of the steps
             return False
-        ends = [Constant(max_steps=steps or 0, warmup_steps="auto").warmup_steps for steps in ends]
+        ends = [auto_warmup(steps or 0) for steps in ends]
     return ends[0] != ends[1]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from sidestream.config.compatibility import auto_warmup
+
 
 class Constant:
     """Linear warm-up, then constant.
@@ -17,7 +19,7 @@ class Constant:
 
     def __init__(self, *, max_steps: int, warmup_steps: int | str) -> None:
         self.max_steps = max_steps
-        self.warmup_steps = min(50, max_steps // 10) if warmup_steps == "auto" else int(warmup_steps)
+        self.warmup_steps = auto_warmup(max_steps) if warmup_steps == "auto" else int(warmup_steps)
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
