@@ -208,6 +208,7 @@ def test_separators_are_counted(folder):
     (folder / "one.txt").write_text("a|b||c|")
     record = source(folder, ["in/*.txt", "one.txt"], separator="|").load().record
     assert (record.separators, record.dropped) == (4, {"empty": 2})
+    assert record.line().endswith("; 4 separators; 2 left out: empty") and not record.warnings()
     assert sum(record.documents.values()) == 33
 
 
@@ -229,6 +230,7 @@ def test_rows_without_text_are_counted(tmp_path, datasets, streaming):
     more = {"streaming": True, "max_documents": 100} if streaming else {}
     record = huggingface(tmp_path, "json", data_files=[file], **more).load().record
     assert record.dropped == {"no text": 30, "empty": 1}
+    assert record.warnings() == ["30 documents left out: no text"]
     assert sum(record.documents.values()) == 31
 
 

@@ -41,11 +41,13 @@ class DataRecord:
         parts.append(_pair(self.tokens, "tokens"))
         if self.separators is not None:
             parts.append(f"{self.separators:,} separators")
+        parts += [f"{count:,} left out: {reason}" for reason, count in sorted(self.dropped.items())]
         return "; ".join(parts)
 
     def warnings(self) -> list[str]:
         """What a person should know before believing a loss, a sentence each."""
-        found = [f"{count:,} documents left out: {reason}" for reason, count in sorted(self.dropped.items())]
+        lost = {reason: count for reason, count in self.dropped.items() if reason != "empty"}
+        found = [f"{count:,} documents left out: {reason}" for reason, count in sorted(lost.items())]
         if self.replaced_characters:
             found.append(f"{self.replaced_characters:,} characters were no UTF-8")
         if self.zero_bytes:
