@@ -199,3 +199,9 @@ def test_a_group_has_a_name_and_a_date(tmp_path: Path) -> None:
     own.mkdir()
     (own / "multirun.yaml").write_text("[")
     assert group_of(own, "lr") == "lr-mine" and typed(own) == []
+
+
+def test_what_hydra_writes_in_another_way_was_not_swept():
+    typed = ["trainer.pin_cpu=false", "optimizer.lr=1e-3", "data.files=[ a, b ]", "seed=1,2"]
+    of_job = ["trainer.pin_cpu=False", "optimizer.lr=0.001", "data.files=[a,b]", "seed=1"]
+    assert arguments.swept(of_job, typed) == ["seed=1"]

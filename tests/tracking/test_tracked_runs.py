@@ -140,9 +140,10 @@ def test_a_sweep_over_two_ranks_has_one_wandb_run_per_job(tmp_path):
     assert [len(run) for run in runs] == [1, 1]
     assert [run.exit_code for (run,) in runs] == [0, 1]
     assert len({run.id for (run,) in runs}) == 2
-    assert [run.group for (run,) in runs] == ["sweep", "sweep"]
-    # Too many overrides for a name, so it is the job's folder.
-    assert [run.name for (run,) in runs] == [f"train-{job.name}"[:128] for job in jobs]
+    assert [run.group for (run,) in runs] == ["train-sweep", "train-sweep"]
+    # What was swept, and nothing else of what was typed.
+    assert [run.name.rpartition("=")[0] for (run,) in runs] == ["train-optimizer.lr"] * 2
+    assert len({run.name for (run,) in runs}) == 2
     assert len(list(tmp_path.rglob("run-*.wandb"))) == 3  # one per job, and the table of the sweep
 
 

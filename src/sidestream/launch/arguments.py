@@ -161,7 +161,12 @@ def swept(overrides: Iterable[str], typed: Iterable[str]) -> list[str]:
 
 
 def _squeezed(value: str) -> str:
-    return re.sub(r"[\s'\"]+", "", value)  # Hydra writes a value in its own way
+    """A value as it compares: Hydra writes `1e-3` as 0.001 and `false` as False."""
+    plain = re.sub(r"[\s'\"]+", "", value).lower()
+    try:
+        return repr(float(plain))
+    except ValueError:
+        return plain
 
 
 def of_task(hydra: Any) -> list[str]:
