@@ -23,7 +23,7 @@ attack: $(STAMP)
 # half leaves cores idle that the other one uses.
 RANKS := $(addprefix tests/,core dispatch fusion graph launch measure overlap train)
 test-all: $(VENV)/.triton
-	$(MAKE) -j 2 --output-sync=target test-ranks test-rest
+	$(MAKE) -j 2 test-ranks test-rest
 
 test-ranks: $(STAMP)
 	$(BIN)/python -m pytest -m "not attack" $(RANKS) $(ARGS)
