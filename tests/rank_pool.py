@@ -25,9 +25,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEFAULT_LIMIT_S = 120.0
+# What ranks import is imported once, in the process that they are forked from: torch and Lightning take seconds.
+PRELOADED = ["torch.distributed.checkpoint", "sidestream.run", "tests.rank_pool"]
 
 
-def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, store: str, connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -51,12 +54,14 @@ class RankPool:
     def __init__(self, world: int) -> None:
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes, self._processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
+            store = str(Path(self._folder.name) / "store")
             process = context.Process(
-                target=_serve, args=(rank, world, str(Path(self._folder.name) / "store"), theirs), daemon=True
+                target=_serve, args=(rank, world, store, theirs, dict(os.environ)), daemon=True
             )
             process.start()
             self._pipes.append(mine)

@@ -1,4 +1,4 @@
-"""Choose few combinations so that every pair of values occurs together at least once."""
+"""Choose few combinations so that every pair, or triple, of values occurs together at least once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from typing import Any
 Row = tuple[Any, ...]
 
 
-def _pairs(row: Row) -> set[tuple[int, Any, int, Any]]:
-    return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
+def _together(row: Row, strength: int) -> set[tuple[tuple[int, Any], ...]]:
+    return set(combinations(enumerate(row), strength))
 
 
-def pairwise(rows: Sequence[Row]) -> list[Row]:
-    """A subset of `rows` (equal length, hashable values) that covers every pair of values found in them. Greedy.
+def cover(rows: Sequence[Row], strength: int) -> list[Row]:
+    """A subset of `rows` (equal length, hashable values) with every `strength` values that occur together in them. Greedy.
 
     Impossible combinations are simply left out of `rows`.
     """
-    missing = set().union(*map(_pairs, rows))
+    parts = [(row, _together(row, strength)) for row in rows]
+    missing = set().union(*(part for _, part in parts))
     chosen: list[Row] = []
     while missing:
-        best = max(rows, key=lambda row: len(_pairs(row) & missing))
-        missing -= _pairs(best)
+        best, covered = max(parts, key=lambda each: len(each[1] & missing))
+        missing -= covered
         chosen.append(best)
     return chosen
+
+
+def pairwise(rows: Sequence[Row]) -> list[Row]:
+    return cover(rows, 2)

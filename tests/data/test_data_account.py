@@ -331,6 +331,27 @@ def test_a_record_survives_the_cache_and_changes_no_checksum(folder):
     assert built.record == made.record and built.checksum == made.checksum
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": None},
+        {"documents": {"train": 1}},
+        {"documents": {"train": "many", "val": 1}},
+        {"dropped": {"empty": [1]}},
+        {"replaced_characters": "0"},
+        {"notes": "one"},
+        {"notes": [1]},
+        {"more": 1},
+    ],
+)
+def test_a_record_that_somebody_changed_is_counted_anew(folder, wrong):
+    made = source(folder, ["in/*.txt"]).load()
+    place = made.folder / "record.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | wrong))
+    again = source(folder, ["in/*.txt"]).load().record
+    assert again == made.record and again.line() == made.record.line()
+
+
 @pytest.mark.parametrize("dtype", ["O", "object", "<U4", "float32", "V8"])
 def test_a_cached_index_maps_numbers_only(folder, dtype):
     made = source(folder, ["in/*.txt"]).load()

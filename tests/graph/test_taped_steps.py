@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from sidestream.graph.tape import CaptureError, Tape
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
+from sidestream.overlap.two_batch import TwoBatchOverlap
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import local
 from sidestream.parallel.step import TrainingStep
@@ -35,9 +37,11 @@ from tests.core.build_tiny import (
     make_reduction,
     parallel_for,
 )
+from tests.core.pairwise import cover
 from tests.rank_pool import ranks
 
 CPU = torch.device("cpu")
+DISPATCHERS = ("nccl_ep", "deep_ep", "alltoall", "allgather", "hybrid_ep")
 STATIC = Setup(
     dispatcher="nccl_ep", ep=2, capacity_factor=4.0, router="jitter", balance="bias", accumulation=2
 )
@@ -176,6 +180,31 @@ def test_features_in_a_graph(changes: dict[str, Any]) -> None:
         assert_equal(one, other)
 
 
+SCHEDULES = {
+    "none": None,
+    "shared_expert": SharedExpertOverlap,
+    "shortcut": partial(ShortcutOverlap, slot=1),
+    "chunked": ChunkedOverlap,
+    "two_batch": TwoBatchOverlap,
+    "late": partial(SharedExpertOverlap, delay_wgrad=True),
+}
+PAIRS = cover([*product(DISPATCHERS, SCHEDULES, (1, 2), (1, 2))], 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dispatcher", "schedule", "accumulation", "ep"), PAIRS)
+def test_every_schedule_with_every_dispatcher_can_be_captured(
+    dispatcher: str, schedule: str, accumulation: int, ep: int
+) -> None:
+    setup = STATIC.with_(
+        dispatcher=dispatcher, schedule=SCHEDULES[schedule], accumulation=accumulation, ep=ep
+    )
+    eager, taped = both(2, setup, steps=4)
+    for one, other in zip(eager, taped):
+        assert_equal(one, other)
+        assert other["counts"].replays == 2
+
+
 # ---- Overflow
 
 
@@ -189,10 +218,7 @@ def overflowing(rank: int, world: int, setup: Setup, *, taped: bool) -> dict[str
 
 @pytest.mark.parametrize(
     "dispatcher",
-    [
-        pytest.param(d, marks=() if d in ("nccl_ep", "deep_ep") else pytest.mark.full)
-        for d in ("nccl_ep", "deep_ep", "alltoall", "allgather", "hybrid_ep")
-    ],
+    [pytest.param(d, marks=() if d in ("nccl_ep", "deep_ep") else pytest.mark.full) for d in DISPATCHERS],
 )
 def test_an_overflow_of_a_replayed_step_grows_the_budget_and_captures_anew(dispatcher: str) -> None:
     # 256 rows a rank when balanced and 512 when one rank gets all; the budget is 384 (factor of 512 tokens).

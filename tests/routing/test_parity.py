@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.core.build_tiny import Setup, run_steps
-from tests.core.pairwise import pairwise
+from tests.core.pairwise import cover, pairwise
 from tests.core.test_parity import (
     MESHES,
     NORM_TOLERANCE,
@@ -45,6 +45,7 @@ ROWS = [
     if row[1][0] != "local" or row[2][0] == 1
 ]
 SAMPLE = pairwise(ROWS)
+TRIPLES = [row for row in cover(ROWS, 3) if row not in SAMPLE]
 
 
 def check(choice, path, mesh, accumulation, padded):
@@ -72,7 +73,7 @@ def test_step_equals_one_process(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in SAMPLE], ids=str)
+@pytest.mark.parametrize("row", TRIPLES, ids=str)
 def test_step_equals_one_process_full(row):
     check(*row)
 

@@ -38,7 +38,7 @@ def records(folder):
     ],
 )
 def test_every_record_has_the_same_names_in_every_configuration(options, world, tmp_path):
-    fit(tmp_path, *options, "trainer.max_steps=2", world=world)
+    fit(tmp_path, *options, "trainer.max_steps=2", world=world, picture=True)
     training, validation = records(tmp_path)
     assert [set(r) for r in training] == [{names.STEP, names.TOKENS, *names.TRAINING}] * 2
     assert [set(r) for r in validation] == [{names.STEP, names.TOKENS, *names.VALIDATION}]
@@ -51,7 +51,7 @@ def test_every_record_has_the_same_names_in_every_configuration(options, world, 
 
 
 def test_metrics_agree_with_each_other(tmp_path):
-    (result, _) = fit(tmp_path, "trainer.peak_tflops=0.5", "logger=csv")
+    (result, _) = fit(tmp_path, "trainer.peak_tflops=0.5", "logger=csv", picture=True)
     training, _ = records(tmp_path)
     loads = RunFolder(tmp_path).read_expert_load()
     assert [load["steps"] for load in loads] == [1] * 6
@@ -81,9 +81,9 @@ def test_metrics_agree_with_each_other(tmp_path):
 
 def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
     for job in (0, 1):
-        fit(tmp_path / str(job), *WANDB, f"seed={job}")
+        fit(tmp_path / str(job), *WANDB, f"seed={job}", picture=True)
     with pytest.raises(AssertionError, match=r"is (nan|inf); lower optimizer\.lr"):
-        fit(tmp_path / "2", *WANDB, *FAILS, "seed=2")
+        fit(tmp_path / "2", *WANDB, *FAILS, "seed=2", picture=True)
     runs = [wandb_runs(tmp_path / str(job)) for job in range(3)]
     assert [len(run) for run in runs] == [1, 1, 1]
     assert len({run.id for (run,) in runs}) == 3
@@ -109,12 +109,12 @@ def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_mark
 @pytest.mark.parametrize("crashed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_i4_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path, crashed):
     if crashed:  # 6 steps were logged, the newest checkpoint is of step 3
-        fit(tmp_path, *WANDB, "callbacks.checkpoint.every_n_steps=3")
+        fit(tmp_path, *WANDB, "callbacks.checkpoint.every_n_steps=3", picture=True)
         (tmp_path / "checkpoints" / "step-00000006").rename(tmp_path / "gone")
     else:
-        fit(tmp_path, *WANDB, stop=(1, 4))
+        fit(tmp_path, *WANDB, stop=(1, 4), picture=True)
     first_steps = wandb_runs(tmp_path)[0].steps
-    fit(tmp_path, *WANDB, f"resume={tmp_path}", "trainer.max_steps=8")
+    fit(tmp_path, *WANDB, f"resume={tmp_path}", "trainer.max_steps=8", picture=True)
     first, second = wandb_runs(tmp_path)
     assert first.id == second.id == (tmp_path / "wandb_id").read_text().strip()
     assert first.steps == first_steps
@@ -156,7 +156,7 @@ def test_tensorboard_gets_scalars_config_and_picture(tmp_path):
         events.Reload()
         return events
 
-    fit(tmp_path, "logger=tensorboard", "callbacks.checkpoint.every_n_steps=4", stop=(0, 6))
+    fit(tmp_path, "logger=tensorboard", "callbacks.checkpoint.every_n_steps=4", stop=(0, 6), picture=True)
     events = read()
     training, _ = records(tmp_path)
     assert [(e.step, pytest.approx(e.value)) for e in events.Scalars(names.TRAIN_LOSS)] == [
@@ -167,7 +167,7 @@ def test_tensorboard_gets_scalars_config_and_picture(tmp_path):
     # As after a crash: steps 5 and 6 were logged, the newest checkpoint is of step 4.
     for path in (tmp_path / "checkpoints").glob("*6"):
         path.rename(tmp_path / "gone")
-    fit(tmp_path, "logger=tensorboard", f"resume={tmp_path}")
+    fit(tmp_path, "logger=tensorboard", f"resume={tmp_path}", picture=True)
     events = read()
     assert [event.step for event in events.Scalars(names.TRAIN_LOSS)] == [1, 2, 3, 4, 5, 6]
     assert [image.step for image in events.Images(names.LOAD_PICTURE)] == [

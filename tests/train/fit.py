@@ -1,6 +1,7 @@
 """Whole training runs in the rank pool: the path of `train.py` from the composed config to result.json.
 
-Everything but the start of processes is real: Hydra config, Lightning trainer, checkpoints, run folder.
+Everything but the start of processes is real: Hydra config, Lightning trainer, checkpoints, run folder. No picture is
+drawn unless asked for: that takes as long as the training.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def train_one(
     stop: tuple[int, int] | None = None,
     stop_validation: tuple[int, int] | None = None,
     path: str | None = None,
+    picture: bool = False,
 ) -> dict[str, Any]:
     """One rank. `stop=(rank, step)`: that rank asks to stop during that step;
     `stop_validation=(rank, batch)`: before that batch of a validation. `path`: goes on `sys.path`."""
@@ -83,6 +85,9 @@ def train_one(
     env = RankEnv(rank, rank, world, world, "file:///not-used")
     stopping._received = None
     original, validation = SidestreamModule.training_step, SidestreamModule.validation_step
+    draw_load = run._draw_load
+    if not picture:
+        run._draw_load = lambda *args: None  # type: ignore[assignment]
     if stop_validation is not None and stop_validation[0] == rank:
 
         def validation_step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -103,6 +108,7 @@ def train_one(
         return run.train(OmegaConf.create(cfg), layout=Layout(**layout), folder=Path(folder), env=env)
     finally:
         stopping._received = None
+        run._draw_load = draw_load
         SidestreamModule.training_step = original  # type: ignore[method-assign]
         SidestreamModule.validation_step = validation  # type: ignore[method-assign]
 

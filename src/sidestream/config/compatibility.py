@@ -151,11 +151,11 @@ def _check_router(cfg: DictConfig) -> None:
     top_k, experts = cfg.router.get("top_k"), cfg.model.num_experts
     if top_k is None:  # a user's own router without this key
         return
-    if top_k < 1:
+    if type(top_k) is not int or top_k < 1:
         raise ConfigError(
             "router.top_k",
             top_k,
-            "every token needs an expert",
+            "every token goes to a whole number of experts",
             expected=f"a value from 1 to model.num_experts={experts}",
             fix="router.top_k=1",
         )

@@ -109,7 +109,7 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
 
 def _part_of_null(typed: dict[str, str]) -> ConfigError | None:
     for key, value in typed.items():
-        if any(f"{key}.".startswith(f"{part}.") for part in optional_parts()):
+        if value != "null" and any(f"{key}.".startswith(f"{part}.") for part in optional_parts()):
             why = "null in this option, and the command line cannot make a group of keys of it"
             expected = "an option whose YAML states it, as that of model=deepseek_v3"
             return ConfigError(key, value, why, expected=expected, fix="model=deepseek_v3")

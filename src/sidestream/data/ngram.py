@@ -8,6 +8,7 @@ import numpy as np
 
 from sidestream.data.corpus import Corpus
 from sidestream.data.store import write_atomic
+from sidestream.tracking.untrusted import read_json
 
 _CACHE = "ngram.json"
 _SMOOTHING = "witten-bell"
@@ -82,7 +83,7 @@ def _keys(tokens: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 
 def _read(cache: Path, checksum: str) -> dict[str, float] | None:
     try:
-        kept = json.loads(cache.read_bytes())
+        kept = read_json(cache)
         if (kept["checksum"], kept["smoothing"]) != (checksum, _SMOOTHING):
             return None
         return {name: float(kept[name]) for name in ("bigram", "trigram")}

@@ -134,7 +134,7 @@ def read_corpus(folder: Path) -> Corpus | None:
             val_tokens=tokens["val"],
             checksum=hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest(),
             folder=folder,
-            record=DataRecord(**read_json(folder / _RECORD)),
+            record=DataRecord.of(read_json(folder / _RECORD)),
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -30,6 +30,28 @@ class DataRecord:
     shared_documents: int | None = None
     notes: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> "DataRecord":
+        """The account that `as_dict` returned, read from a file.
+
+        Raises:
+            TypeError: Something else is written there.
+        """
+        record = cls(**found)
+        splits = (record.documents, record.tokens)
+        counts = [record.replaced_characters, record.zero_bytes, record.separators, record.shared_documents]
+        if not all(isinstance(part, dict) for part in (*splits, record.dropped)) or any(
+            part.keys() != set(SPLITS) for part in splits
+        ):
+            raise TypeError("no counts by split")
+        counts += [count for part in (*splits, record.dropped) for count in part.values()]
+        notes = record.notes if isinstance(record.notes, list) else [None]
+        if any(count is not None and type(count) is not int for count in counts):
+            raise TypeError("a count is no integer")
+        if not all(isinstance(note, str) for note in notes):
+            raise TypeError("a note is no text")
+        return record
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -1,0 +1,153 @@
+"""Losses and gradient norms of ten steps of 16 combinations, exact: what a change of structure must not change.
+
+    python -m tests.net.record            what differs from net.json; nothing if all is as it was
+    python -m tests.net.record --write    record anew, after a change that is meant to change numbers
+
+Products and elementary functions are pinned to instructions that every x86 machine has, so that the bits do not depend on
+the processor. The text is made here: no file of a machine is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+REFERENCE = Path(__file__).with_name("net.json")
+PINNED = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OMP_NUM_THREADS": "1",
+}
+STEPS = 10
+STATIC = "dispatcher.capacity_factor=4.0"
+FEW = ["model.num_shared_experts=0", "router.top_k=1"]
+COMMON = [
+    *("data=text", "data.val_fraction=0.2", "data.global_batch_size=8", "scheduler.warmup_steps=3"),
+    *(f"trainer.max_steps={STEPS}", "trainer.val_check_interval=5", "callbacks.progress.enabled=false"),
+    *("model.hidden_size=32", "model.ffn_hidden_size=32", "model.expert_hidden_size=32", "optimizer.lr=0.01"),
+]
+# Name -> ranks, overrides.
+COMBINATIONS: dict[str, tuple[int, list[str]]] = {
+    "default": (2, []),
+    "one_rank": (1, ["dispatcher=local", "fusion=loop", "balance=quantile", "optimizer=sgd"]),
+    "flagship": (2, ["dispatcher=nccl_ep", "overlap=shortcut", "overlap.slot=1"]),
+    "flagship_taped": (
+        2,
+        ["dispatcher=nccl_ep", STATIC, "overlap=shortcut", "overlap.slot=1", "graph=step", "balance=bias"],
+    ),
+    "chunked_bf16": (
+        2,
+        ["dispatcher=hybrid_ep", "overlap=chunked", "trainer.precision=bf16-mixed", "balance=bias"],
+    ),
+    "two_batch_late": (
+        2,
+        ["dispatcher=deep_ep", "overlap=two_batch", "overlap.delay_wgrad=true", "router=sigmoid"],
+    ),
+    "shared_expert_accumulated": (
+        2,
+        ["dispatcher=allgather", "overlap=shared_expert", "data.micro_batch_size=2", "model.dropout=0.1"],
+    ),
+    "pos1_gated": (2, ["overlap=shortcut", "overlap.tap=pos1", "overlap.mix=cg2", "overlap.slot=1"]),
+    "pos3_sharded": (
+        2,
+        [
+            *("overlap=shortcut", "overlap.tap=pos3", "overlap.post_norm=true", "overlap.slot=2"),
+            "strategy=fully_shard",
+        ],
+    ),
+    "double_gating": (2, ["overlap=shortcut", "overlap.double_gating=true", "overlap.slot=1", *FEW]),
+    "sharded_bf16": (
+        2,
+        ["strategy=fully_shard", "trainer.precision=bf16-mixed", "balance.scope=global", "fusion=loop"],
+    ),
+    "bf16_true": (
+        2,
+        ["dispatcher=nccl_ep", "trainer.precision=bf16-true", "router=sqrtsoftplus", "balance=none"],
+    ),
+    "mega": (2, ["fusion=mega", "overlap=shortcut", "overlap.slot=1"]),
+    "mega_taped_bf16": (2, ["fusion=mega", "graph=step", "trainer.precision=bf16-mixed"]),
+    "data_parallel_padded": (
+        2,
+        [
+            *(
+                "strategy.expert_parallel_size=1",
+                "router.expert_capacity_factor=1.0",
+                "router.pad_to_capacity=true",
+            ),
+            *("router.jitter=0.1", "data.packing=documents", "model.activation_checkpointing=true"),
+        ],
+    ),
+    "resumed_taped": (
+        2,
+        [
+            *(
+                "dispatcher=nccl_ep",
+                STATIC,
+                "graph=step",
+                "balance=bias",
+                "router.jitter=0.1",
+                "link=throttled",
+            ),
+            *("link.gbps=1.0", "scheduler=cosine", "callbacks.checkpoint.every_n_steps=5", "resume"),
+        ],
+    ),
+}
+KEPT = ("train/loss", "train/grad_norm", "val/loss")
+
+
+def measure(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Name of the combination -> name of the metric -> its values in the order of steps."""
+    from sidestream.tracking.folder import RunFolder
+    from tests.train.fit import fit
+
+    text = folder / "text.txt"
+    text.write_text(
+        "\n\n".join(
+            f"{i} times {i + 3} is {i * (i + 3)}, and half of that {i * (i + 3) / 2}." for i in range(900)
+        )
+    )
+    found = {}
+    for name, (world, overrides) in COMBINATIONS.items():
+        run = folder / name
+        given = [*COMMON, f"data.files=[{text}]", f"paths.cache_dir={folder / 'cache'}", *overrides]
+        if given[-1] == "resume":
+            fit(run, *given[:-1], stop=(1, 5), world=world)
+            given[-1] = f"resume={run}"
+        fit(run, *given, world=world)
+        records = RunFolder(run).read_metrics()
+        found[name] = {key: [record[key] for record in records if key in record] for key in KEPT}
+        assert len(found[name]["train/loss"]) == STEPS, f"{name}: {len(found[name]['train/loss'])} steps"
+    return found
+
+
+def differences(found: dict, expected: dict) -> list[str]:
+    """One line for each combination and metric whose values are not the same, bit for bit."""
+    lines = []
+    for name in sorted({*found, *expected}):
+        for key in KEPT:
+            ours, theirs = (values.get(name, {}).get(key, []) for values in (found, expected))
+            if ours != theirs:
+                step = next(
+                    (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
+                )
+                lines.append(f"{name} {key} from step {step + 1}: {ours[step:][:1]}, was {theirs[step:][:1]}")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    os.environ.update(PINNED)  # before torch is imported
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder))
+    if "--write" in arguments:
+        REFERENCE.write_text(json.dumps(found, indent=1) + "\n")
+    different = differences(found, json.loads(REFERENCE.read_text()))
+    print("\n".join(different) if different else f"{len(found)} combinations are as they were")
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

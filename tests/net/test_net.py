@@ -1,0 +1,23 @@
+"""Sixteen combinations compute what they always did, bit for bit: see record.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.pages import REPOSITORY
+from tests.net.record import PINNED
+
+
+@pytest.mark.timeout(420)
+def test_sixteen_combinations_compute_what_they_always_did() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.net.record"],
+        cwd=REPOSITORY,
+        env={**os.environ, **PINNED},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
