@@ -14,7 +14,7 @@ def _together(row: Row, strength: int) -> set[tuple[tuple[int, Any], ...]]:
 
 
 def cover(rows: Sequence[Row], strength: int) -> list[Row]:
-    """A subset of `rows` (equal length, hashable values) with every `strength` values that occur together in them. Greedy.
+    """A subset of `rows` (equal length, hashable values) with all that occur together, `strength` at a time. Greedy.
 
     Impossible combinations are simply left out of `rows`.
     """

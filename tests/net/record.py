@@ -3,7 +3,7 @@
     python -m tests.net.record            what differs from net.json; nothing if all is as it was
     python -m tests.net.record --write    record anew, after a change that is meant to change numbers
 
-Products and elementary functions are pinned to instructions that every x86 machine has, so that the bits do not depend on
+Products and elementary functions are pinned to instructions that every x86 machine has, so that bits do not depend on
 the processor. The text is made here: no file of a machine is read.
 """
 
