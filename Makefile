@@ -6,30 +6,24 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two workers, each with ranks of its own; the tests of a file stay together, because they share what they have trained.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: train test test-all test-ranks test-rest attack check format clean
+.PHONY: train test test-all attack check format clean
 
 train: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not full and not attack" $(ARGS)
+	$(PYTEST) -m "not full and not attack" $(ARGS)
 
 # Every command on hostile folders of every kind: SECURITY.md. Minutes.
 attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack tests/trust $(ARGS)
 
-# Everything, with the kernels that `make test` skips because Triton is a gigabyte. Tests of ranks beside all others: each
-# half leaves cores idle that the other one uses.
-RANKS := $(addprefix tests/,core dispatch fusion graph launch measure overlap train)
+# Everything, with the kernels that `make test` skips because Triton is a gigabyte.
 test-all: $(VENV)/.triton
-	$(MAKE) -j 2 test-ranks test-rest
-
-test-ranks: $(STAMP)
-	$(BIN)/python -m pytest -m "not attack" $(RANKS) $(ARGS)
-
-test-rest: $(STAMP)
-	$(BIN)/python -m pytest -m "not attack" tests $(addprefix --ignore=,$(RANKS)) $(ARGS)
+	$(PYTEST) -m "not attack" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -127,7 +127,7 @@ def follow(draw: Draw) -> tuple[Draw, list[str]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [10, pytest.param(80, marks=pytest.mark.full)])
 def test_any_draw_is_accepted_or_advice_leads_to_one_that_is(count: int) -> None:
     seen = []
 
@@ -160,7 +160,7 @@ def to_run(draw: Draw) -> tuple[list[str], int]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.full)])
 def test_what_is_accepted_trains(count: int, tmp_path: Path) -> None:
     ran = []
 
@@ -261,7 +261,7 @@ def wrong(key: Key) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [8, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.full)])
 def test_a_wrong_key_or_value_in_any_draw_is_refused_naming_the_key(count: int) -> None:
     seen = []
 

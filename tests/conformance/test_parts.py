@@ -106,6 +106,7 @@ def test_shipped_parts_keep_their_promises(kind: str, target: str, arguments: di
     assert len(found) >= 3 and not problems(found), problems(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_shipped_parts_that_need_ranks_keep_their_promises(sampled: bool) -> None:
     options = [option for option in shipped() if needs_ranks(find_class(option[1]), option[0])]
@@ -138,6 +139,7 @@ def test_a_broken_part_on_ranks_is_caught(name: str) -> None:
     assert re.search(TOGETHER[name], broken_together()[name]), broken_together()[name]
 
 
+@pytest.mark.full
 def test_the_schedule_of_the_docs_copied_and_changed_has_a_serial_run() -> None:
     found = ranks(2).run(judged_together, jobs=[(f"{HERE}.Copied", {})])[0][0]
     assert len(found) == 5 and not problems(found), problems(found)

@@ -79,7 +79,10 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("name", OVERLAPS)
-@pytest.mark.parametrize(("reduction", "late"), [("replicate", True), ("fully_shard", False)])
+@pytest.mark.parametrize(
+    ("reduction", "late"),
+    [("replicate", True), pytest.param("fully_shard", False, marks=pytest.mark.full)],
+)
 def test_f1_holds_for_every_schedule(name, reduction, late):
     schedule = partial(OVERLAPS[name][0], delay_wgrad=late)
     setup = Setup(ep=2, accumulation=2, steps=2, balance="bias", reduction=reduction, schedule=schedule)

@@ -253,6 +253,7 @@ def test_static_training_equals_eager_bit_for_bit(name):
 # Rule 7.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ep", "fusion"), [(2, "grouped")])
 def test_ten_steps_repeat_bit_for_bit(ep, fusion):
     setup = Setup(ep=ep, fusion=fusion, accumulation=2, steps=10)

@@ -19,7 +19,7 @@ def read(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize(
     "path",
     [
@@ -33,7 +33,7 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{Path('/usr/bin')}:{Path('/bin')}")
     notebook = read(path)
     NotebookClient(
-        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     ).execute()
 
 

@@ -40,6 +40,7 @@ def test_a_static_step_is_clean_and_nothing_is_trained_after_it(options: list[st
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.full
 def test_an_eager_dispatcher_is_found_with_the_override_that_avoids_it(tmp_path: Path) -> None:
     found = findings(tmp_path, "dispatcher=nccl_ep")
     text = "; ".join(found)
@@ -47,6 +48,7 @@ def test_an_eager_dispatcher_is_found_with_the_override_that_avoids_it(tmp_path:
     assert set(found[1::2]) == {"set dispatcher.capacity_factor=1.5"}
 
 
+@pytest.mark.full
 def test_a_loop_over_experts_is_found(tmp_path: Path) -> None:
     text = "; ".join(findings(tmp_path, "dispatcher=nccl_ep", STATIC, "fusion=loop"))
     assert "fusion/loop.py:" in text and "set fusion=grouped" in text

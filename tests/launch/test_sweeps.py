@@ -217,6 +217,7 @@ def test_a_failed_job_goes_on_from_its_checkpoint_where_the_config_allows_it(
     assert starts(tmp_path / "s") == {"0-seed-1": "newagain", "1-seed-2": "newagain"}
 
 
+@pytest.mark.full
 def test_other_overrides_keep_a_jobs_folder_and_run_it_again(
     sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -233,6 +234,7 @@ def test_other_overrides_keep_a_jobs_folder_and_run_it_again(
     assert len(starts(tmp_path / "s")) == 4
 
 
+@pytest.mark.full
 def test_another_choice_of_jobs_leaves_the_folders_of_the_others(sweep, tmp_path: Path):
     sweep("seed=1,2")
     done = sweep("resume_sweep=s", "seed=2,3,4")
@@ -438,6 +440,7 @@ def command_line(environment: dict[str, str], work: Path, *words: str) -> subpro
     return subprocess.Popen(command, cwd=work, env=environment, start_new_session=True, **pipes)
 
 
+@pytest.mark.full
 @pytest.mark.shell
 @pytest.mark.timeout(2 * SECONDS + 10)
 def test_from_the_shell_an_interrupted_sweep_goes_on(environment: dict[str, str], work: Path):

@@ -96,6 +96,7 @@ def bytes_by_hand(rank: int, world: int) -> dict:
     return found
 
 
+@pytest.mark.full
 def test_measured_bytes_are_those_of_the_routing():
     for rank, found in enumerate(ranks(2).run(bytes_by_hand)):
         assert found["necessary"] == Necessary(MATRIX, ROW)
@@ -186,6 +187,7 @@ def result(records, monkeypatch) -> dict:
     )
 
 
+@pytest.mark.full
 def test_a_measurement(records):
     uniform, one_rank = records
     assert (uniform["routing"]["kind"], one_rank["routing"]["kind"]) == ("uniform", "one_rank")
@@ -282,6 +284,7 @@ def on_doubles(rank: int, world: int) -> list[dict]:
             kind.make_library = make
 
 
+@pytest.mark.full
 def test_libraries_are_measured_over_the_same_boundary():
     (record,) = ranks(2).run(on_doubles)[0]
     add_statistics(record)
@@ -302,6 +305,7 @@ def test_libraries_are_measured_over_the_same_boundary():
 # The script, its files and its page
 
 
+@pytest.mark.full
 def test_the_script_writes_figures_picture_and_page(result, tmp_path, monkeypatch, capsys):
     out = tmp_path / "bench_dispatch.json"
     options = bench_dispatch.arguments(["--out", str(out), "--compare", "nccl_ep", "alltoall"])
@@ -368,6 +372,7 @@ def another(result: dict, *, arm: str | None = None) -> dict:
     return other
 
 
+@pytest.mark.full
 def test_merge_puts_arms_and_starts_together(result):
     merged = merge({"a": result, "b": another(result, arm="deep_ep")})
     arms = merged["results"][0]["arms"]
@@ -385,6 +390,7 @@ def test_merge_puts_arms_and_starts_together(result):
     assert len(result["results"][0]["arms"]["alltoall"]["starts"]) == 1  # the inputs stay as they are
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -416,6 +422,7 @@ def test_what_does_not_belong_together_is_not_merged(result, change, message, tm
     )
 
 
+@pytest.mark.full
 def test_a_measurement_is_not_merged_with_itself(result):
     with pytest.raises(ValueError, match="merge b: a measurement that a or another file holds already"):
         merge({"a": result, "b": result})
@@ -467,6 +474,7 @@ def test_the_hash_is_of_what_was_drawn():
     assert first == second and first[0] == first[1] != first[2]
 
 
+@pytest.mark.full
 def test_markdown_and_picture_of_a_merged_result(result, tmp_path: Path):
     merged = merge({"a": result, "b": another(result, arm="deep_ep")})
     for record in merged["results"]:

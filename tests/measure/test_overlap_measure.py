@@ -210,6 +210,7 @@ def step_of(rank: int, world: int) -> tuple[list[str], int, list[float | None]]:
     return names, units, [report.bound, report.exposed]
 
 
+@pytest.mark.full
 def test_a_whole_step_can_be_measured():
     names, units, figures = ranks(2).run(step_of)[0]
     assert names == ["attention", "experts", "feed_forward", "router", "shared"]

@@ -104,6 +104,7 @@ def test_static_buffers_and_skew_take_memory() -> None:
         assert memory(more.job, more.cluster).activations > memory(plain.job, plain.cluster).activations
 
 
+@pytest.mark.full
 def test_the_published_runs_that_kept_everything_fit() -> None:
     """They ran, so a prediction that says they do not fit is wrong: by 4 and 8 % for two of them, as the page says."""
     from tests.predict.test_published import predict_residuals
@@ -267,6 +268,7 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
         assert picture.size[0] > 800
 
 
+@pytest.mark.full
 def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
     words = ("-m", "dispatcher=alltoall,nccl_ep", "expert_parallel_size=3,64", "predict.plot=false")
     done = run(*words, f"paths.log_dir={tmp_path}", folder=tmp_path)

@@ -78,6 +78,7 @@ def test_step_equals_one_process_full(row):
     check(*row)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("balance", ["aux_global", "quantile"])
 def test_sharded_weights_see_the_same_routing(balance):
     """The forward passes ahead of a loss over the global batch, under `fully_shard`."""
@@ -89,6 +90,7 @@ def test_sharded_weights_see_the_same_routing(balance):
         assert sharded["aux"] == pytest.approx(plain["aux"], rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("router", "balance"),
     [("sigmoid_groups", "bias"), ("capacity_padded", "aux_global_z"), ("jitter", "quantile")],

@@ -13,6 +13,7 @@ from sidestream.tracking.folder import RunFolder
 from tests.train.fit import assert_same_run, fit, losses, tensors
 
 
+@pytest.mark.full
 def test_i4_one_axis_of_optimizer_steps(tmp_path: Path) -> None:
     """8 sequences, accumulation 4: a record per optimizer step; tokens are global and the same for every world."""
     fit(tmp_path / "two", "data.micro_batch_size=1", "trainer.max_steps=2", "trainer.val_check_interval=1")
@@ -23,6 +24,7 @@ def test_i4_one_axis_of_optimizer_steps(tmp_path: Path) -> None:
     assert [r["progress/tokens"] for r in one if "train/loss" in r] == [128, 256]
 
 
+@pytest.mark.full
 def test_world_size_does_not_change_the_batches(tmp_path: Path) -> None:
     for world in (1, 2, 4):
         fit(tmp_path / str(world), world=world)
@@ -32,6 +34,7 @@ def test_world_size_does_not_change_the_batches(tmp_path: Path) -> None:
         assert all(abs(other[step] - reference[step]) < 2e-6 for step in reference)
 
 
+@pytest.mark.full
 def test_validation_and_saving_do_not_change_training(tmp_path: Path) -> None:
     """Lightning sets gradients to None before a validation; ours live in flat storage and must survive it."""
     plain = ["model.dropout=0.1"]
@@ -43,6 +46,7 @@ def test_validation_and_saving_do_not_change_training(tmp_path: Path) -> None:
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_i5_signal_to_one_rank_stops_all_at_the_same_step(rank: int, tmp_path: Path) -> None:
     results = fit(tmp_path / "stopped", stop=(rank, 4))
@@ -60,6 +64,7 @@ def test_i5_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rank", "batch"), [(0, 0), (1, 3)])
 def test_a_request_leaves_a_validation_at_a_batch_and_saves_first(
     rank: int, batch: int, tmp_path: Path
@@ -87,12 +92,14 @@ def test_a_request_in_the_last_validation_leaves_it_too(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
 
 
+@pytest.mark.full
 def test_no_validation_when_a_run_stops_at_a_step_that_has_one(tmp_path: Path) -> None:
     fit(tmp_path, "trainer.val_check_interval=3", stop=(0, 3))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
     assert not any("val/loss" in r for r in RunFolder(tmp_path).read_metrics())
 
 
+@pytest.mark.full
 def test_final_validation_also_when_the_interval_does_not_divide(tmp_path: Path) -> None:
     results = fit(tmp_path, "trainer.max_steps=5", "trainer.val_check_interval=3")
     validated = [r["step"] for r in RunFolder(tmp_path).read_metrics() if "val/loss" in r]
@@ -116,6 +123,7 @@ def test_result_of_a_run(tmp_path: Path) -> None:
     assert {"env.json", "metrics.jsonl", "result.json", "checkpoints"} <= {p.name for p in tmp_path.iterdir()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bf16_trains_and_resumes(precision: str, tmp_path: Path) -> None:
     options = [f"trainer.precision={precision}", "balance=bias"]
@@ -157,6 +165,7 @@ def test_loss_that_is_not_finite_ends_the_run_before_commit(tmp_path: Path) -> N
         fit(tmp_path, "optimizer.lr=1e12", "trainer.gradient_clip_val=null")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dispatcher", "fusion"), [("local", "grouped"), ("alltoall", "loop")])
 def test_every_choice_trains(dispatcher: str, fusion: str, tmp_path: Path) -> None:
     world = 1 if dispatcher == "local" else 2
@@ -164,6 +173,7 @@ def test_every_choice_trains(dispatcher: str, fusion: str, tmp_path: Path) -> No
     assert first["status"] == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [["model=tiny_dense"], ["scheduler=cosine"], ["scheduler=constant"], ["optimizer=sgd"]]
 )

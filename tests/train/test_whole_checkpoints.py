@@ -77,6 +77,7 @@ def validations(run: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["val/loss"]) for r in RunFolder(run).read_metrics() if "val/loss" in r]
 
 
+@pytest.mark.full
 def test_a_validation_that_a_kill_prevented_is_made_up_for(straight: Path, tmp_path: Path) -> None:
     run = killed(straight, tmp_path / "run", kept=lambda r: r["step"] <= 3 and "val/loss" not in r, last=3)
     fit(run, *SAVING, f"resume={run}")
@@ -117,6 +118,7 @@ class Breaks:
 """
 
 
+@pytest.mark.full
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
