@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -85,7 +86,7 @@ def train_one(
     env = RankEnv(rank, rank, world, world, "file:///not-used")
     stopping._received = None
     original, validation = SidestreamModule.training_step, SidestreamModule.validation_step
-    draw_load = run._draw_load
+    draw_load, groups = run._draw_load, set(_groups())
     if not picture:
         run._draw_load = lambda *args: None  # type: ignore[assignment]
     if stop_validation is not None and stop_validation[0] == rank:
@@ -109,8 +110,14 @@ def train_one(
     finally:
         stopping._received = None
         run._draw_load = draw_load
+        for group in [group for group in _groups() if group not in groups]:
+            dist.destroy_process_group(group)  # each has threads that wake up a hundred times a second
         SidestreamModule.training_step = original  # type: ignore[method-assign]
         SidestreamModule.validation_step = validation  # type: ignore[method-assign]
+
+
+def _groups() -> Any:
+    return dist.distributed_c10d._world.pg_map
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -73,7 +73,7 @@ def check_facts(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
     """
 
     def differs(name: str) -> bool:
-        return saved.get(name, now[name]) != now[name]
+        return name in saved and saved[name] != now[name]
 
     if differs("format"):
         why = f"has format {printable(saved['format'])}"
