@@ -116,17 +116,11 @@ class RankPool:
         """End the processes; by id, only ours."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
         if _pools.get(self.world) is self:
             del _pools[self.world]
         self._folder.cleanup()
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(timeout=10)
-        self.discard()
 
 
 _pools: dict[int, RankPool] = {}
@@ -140,6 +134,7 @@ def ranks(world: int) -> RankPool:
 
 
 @atexit.register
-def _close_all() -> None:
+def discard_all() -> None:
+    """End all ranks; new ones are there in a moment."""
     for pool in list(_pools.values()):
-        pool.close()
+        pool.discard()

@@ -36,8 +36,7 @@ def close_pools() -> None:
     """End the processes."""
     for world in list(_pools):
         pool = _pools.pop(world)
-        if pool._processes[0].is_alive():
-            pool.close()
+        pool.discard()
 
 
 @dataclass
