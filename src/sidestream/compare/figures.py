@@ -16,8 +16,8 @@ from sidestream.tracking.folder import is_count, is_figure
 
 # As `sidestream.lightning.recorder.WARMUP_STEPS`, which cannot be read without torch; a test compares them.
 WARMUP_STEPS = 5
-# Of the steps' time spent waiting for a core. A rank waits up to a tenth for its own transfers' threads; another program
-# that keeps a core busy takes a third.
+# Of the steps' time spent waiting for a core. A rank waits up to a tenth for its own transfers' threads; another
+# program that keeps a core busy takes a third.
 BUSY = 0.2
 LOSSES = {"val_loss": names.VAL_LOSS, "train_loss": names.TRAIN_LOSS}
 
