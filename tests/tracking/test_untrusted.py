@@ -47,6 +47,15 @@ def test_a_large_file_is_refused_and_not_read(tmp_path: Path) -> None:
         untrusted.read_bytes(tmp_path / "large", limit=1000)
 
 
+@pytest.mark.timeout(20)
+def test_a_large_file_of_lines_is_refused_and_not_read(tmp_path: Path) -> None:
+    """One line without an end, as a hole of a tebibyte is, was read to its end."""
+    with (tmp_path / "large.jsonl").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Unreadable, match="larger than 1,073,741,824 bytes"):
+        untrusted.read_records(tmp_path / "large.jsonl")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -72,6 +72,8 @@ def read_records(
     skipped: list[int] = []
     size = number = 0
     with _reading(Path(path), inside) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise Unreadable(f"{printable(path)}: larger than {limit:,} bytes")
         while line := file.readline(LINE + 1):
             size += len(line)
             if size > limit:
@@ -84,7 +86,7 @@ def read_records(
                 records.append(record)
             else:
                 skipped.append(number)
-            while not line.endswith(b"\n") and line:  # the rest of one that is too long
+            while not line.endswith(b"\n") and line and size <= limit:  # the rest of one that is too long
                 line = file.readline(LINE)
                 size += len(line)
     if not skipped:
