@@ -333,7 +333,8 @@ def digest(folder: Path) -> str:
     """Of every tensor of the last checkpoint: weights and optimizer."""
     import torch
 
-    sys.path.insert(0, str(TRAIN.parent))
+    if str(TRAIN.parent) not in sys.path:
+        sys.path.insert(0, str(TRAIN.parent))
     from tests.train.fit import tensors
 
     found = hashlib.sha256()

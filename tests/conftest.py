@@ -9,8 +9,6 @@ import pytest
 from tests import faster_compose
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 faster_compose.install()
 
 

@@ -58,6 +58,30 @@ def test_a5_normalised_top_1_is_refused(compose: Compose):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["model.mla.q_lora_rank=8"], "model.mla.q_lora_rank=8: null in this option"),
+        (["model.mla={a:1}"], "model.mla={a:1}: null in this option"),
+        # Beside a key of such a part another one is wrong, or the part is there.
+        (["model.mla=null", "model.traniable=1"], "model.traniable=1: no such key"),
+        (
+            ["model=deepseek_v3", "model.mla.q_lora_rank=8", "optimizer.lr=abc"],
+            "optimizer.lr=abc: not a number",
+        ),
+        (["model=deepseek_v3", "model.mla.q_rank=8"], "model.mla.q_rank=8: no such key"),
+    ],
+)
+def test_the_key_that_is_wrong_is_named_beside_a_part_that_may_be_null(
+    compose: Compose, overrides: list[str], start: str
+) -> None:
+    assert refusal(compose, *overrides).startswith(start)
+
+
+def test_null_may_be_typed_where_it_stands(compose: Compose) -> None:
+    check(compose("model.mla=null"), device_count=0)
+
+
+@pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
         ([], 1, 1),

@@ -23,79 +23,41 @@ PINNED = {
     "OMP_NUM_THREADS": "1",
 }
 STEPS = 10
+COMMON = f"""
+    data=text data.val_fraction=0.2 data.global_batch_size=8 scheduler.warmup_steps=3 optimizer.lr=0.01
+    trainer.max_steps={STEPS} trainer.val_check_interval=5 callbacks.progress.enabled=false
+    model.hidden_size=32 model.ffn_hidden_size=32 model.expert_hidden_size=32
+"""
 STATIC = "dispatcher.capacity_factor=4.0"
-FEW = ["model.num_shared_experts=0", "router.top_k=1"]
-COMMON = [
-    *("data=text", "data.val_fraction=0.2", "data.global_batch_size=8", "scheduler.warmup_steps=3"),
-    *(f"trainer.max_steps={STEPS}", "trainer.val_check_interval=5", "callbacks.progress.enabled=false"),
-    *("model.hidden_size=32", "model.ffn_hidden_size=32", "model.expert_hidden_size=32", "optimizer.lr=0.01"),
-]
-# Name -> ranks, overrides.
-COMBINATIONS: dict[str, tuple[int, list[str]]] = {
-    "default": (2, []),
-    "one_rank": (1, ["dispatcher=local", "fusion=loop", "balance=quantile", "optimizer=sgd"]),
-    "flagship": (2, ["dispatcher=nccl_ep", "overlap=shortcut", "overlap.slot=1"]),
-    "flagship_taped": (
-        2,
-        ["dispatcher=nccl_ep", STATIC, "overlap=shortcut", "overlap.slot=1", "graph=step", "balance=bias"],
-    ),
-    "chunked_bf16": (
-        2,
-        ["dispatcher=hybrid_ep", "overlap=chunked", "trainer.precision=bf16-mixed", "balance=bias"],
-    ),
-    "two_batch_late": (
-        2,
-        ["dispatcher=deep_ep", "overlap=two_batch", "overlap.delay_wgrad=true", "router=sigmoid"],
-    ),
+SHORTCUT = "overlap=shortcut overlap.slot=1"
+# Name -> overrides; on two ranks, but for `one_rank`.
+COMBINATIONS = {
+    "default": "",
+    "one_rank": "dispatcher=local fusion=loop balance=quantile optimizer=sgd",
+    "flagship": f"dispatcher=nccl_ep {SHORTCUT}",
+    "flagship_taped": f"dispatcher=nccl_ep {STATIC} {SHORTCUT} graph=step balance=bias",
+    "chunked_bf16": "dispatcher=hybrid_ep overlap=chunked trainer.precision=bf16-mixed balance=bias",
+    "two_batch_late": "dispatcher=deep_ep overlap=two_batch overlap.delay_wgrad=true router=sigmoid",
     "shared_expert_accumulated": (
-        2,
-        ["dispatcher=allgather", "overlap=shared_expert", "data.micro_batch_size=2", "model.dropout=0.1"],
+        "dispatcher=allgather overlap=shared_expert data.micro_batch_size=2 model.dropout=0.1"
     ),
-    "pos1_gated": (2, ["overlap=shortcut", "overlap.tap=pos1", "overlap.mix=cg2", "overlap.slot=1"]),
-    "pos3_sharded": (
-        2,
-        [
-            *("overlap=shortcut", "overlap.tap=pos3", "overlap.post_norm=true", "overlap.slot=2"),
-            "strategy=fully_shard",
-        ],
-    ),
-    "double_gating": (2, ["overlap=shortcut", "overlap.double_gating=true", "overlap.slot=1", *FEW]),
-    "sharded_bf16": (
-        2,
-        ["strategy=fully_shard", "trainer.precision=bf16-mixed", "balance.scope=global", "fusion=loop"],
-    ),
-    "bf16_true": (
-        2,
-        ["dispatcher=nccl_ep", "trainer.precision=bf16-true", "router=sqrtsoftplus", "balance=none"],
-    ),
-    "mega": (2, ["fusion=mega", "overlap=shortcut", "overlap.slot=1"]),
-    "mega_taped_bf16": (2, ["fusion=mega", "graph=step", "trainer.precision=bf16-mixed"]),
+    "pos1_gated": f"{SHORTCUT} overlap.tap=pos1 overlap.mix=cg2",
+    "pos3_sharded": "overlap=shortcut overlap.slot=2 overlap.tap=pos3 overlap.post_norm=true strategy=fully_shard",
+    "double_gating": f"{SHORTCUT} overlap.double_gating=true model.num_shared_experts=0 router.top_k=1",
+    "sharded_bf16": "strategy=fully_shard trainer.precision=bf16-mixed balance.scope=global fusion=loop",
+    "bf16_true": "dispatcher=nccl_ep trainer.precision=bf16-true router=sqrtsoftplus balance=none",
+    "mega": f"fusion=mega {SHORTCUT}",
+    "mega_taped_bf16": "fusion=mega graph=step trainer.precision=bf16-mixed",
     "data_parallel_padded": (
-        2,
-        [
-            *(
-                "strategy.expert_parallel_size=1",
-                "router.expert_capacity_factor=1.0",
-                "router.pad_to_capacity=true",
-            ),
-            *("router.jitter=0.1", "data.packing=documents", "model.activation_checkpointing=true"),
-        ],
+        "strategy.expert_parallel_size=1 router.expert_capacity_factor=1.0 router.pad_to_capacity=true "
+        "router.jitter=0.1 data.packing=documents model.activation_checkpointing=true"
     ),
     "resumed_taped": (
-        2,
-        [
-            *(
-                "dispatcher=nccl_ep",
-                STATIC,
-                "graph=step",
-                "balance=bias",
-                "router.jitter=0.1",
-                "link=throttled",
-            ),
-            *("link.gbps=1.0", "scheduler=cosine", "callbacks.checkpoint.every_n_steps=5", "resume"),
-        ],
+        f"dispatcher=nccl_ep {STATIC} graph=step balance=bias router.jitter=0.1 link=throttled link.gbps=1.0 "
+        "scheduler=cosine callbacks.checkpoint.every_n_steps=5"
     ),
 }
+STOPPED = ("resumed_taped",)  # after half of the steps, and resumed
 KEPT = ("train/loss", "train/grad_norm", "val/loss")
 
 
@@ -111,12 +73,12 @@ def measure(folder: Path) -> dict[str, dict[str, list[float]]]:
         )
     )
     found = {}
-    for name, (world, overrides) in COMBINATIONS.items():
-        run = folder / name
-        given = [*COMMON, f"data.files=[{text}]", f"paths.cache_dir={folder / 'cache'}", *overrides]
-        if given[-1] == "resume":
-            fit(run, *given[:-1], stop=(1, 5), world=world)
-            given[-1] = f"resume={run}"
+    for name, overrides in COMBINATIONS.items():
+        run, world = folder / name, 1 if name == "one_rank" else 2
+        given = f"{COMMON} data.files=[{text}] paths.cache_dir={folder / 'cache'} {overrides}".split()
+        if name in STOPPED:
+            fit(run, *given, stop=(1, STEPS // 2), world=world)
+            given.append(f"resume={run}")
         fit(run, *given, world=world)
         records = RunFolder(run).read_metrics()
         found[name] = {key: [record[key] for record in records if key in record] for key in KEPT}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from sidestream.config.compatibility import check
+from sidestream.config.errors import ConfigError
 from sidestream.config.hydra_errors import USER_ERRORS, explain
 from sidestream.launch import entry
 from tests.train.fit import CONF
@@ -144,3 +146,48 @@ def test_refused(overrides: list[str], start: str, end: str) -> None:
 )
 def test_accepted(overrides: list[str]) -> None:
     assert line_of(*overrides) == ""
+
+
+def of_own(group: str, **keys: object) -> str:
+    """The refusal of a config with somebody's own option, whose keys no schema of ours has seen."""
+    entry.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        whole = OmegaConf.to_container(compose("train", ["trusted_targets=[tests]"]))
+    target = {"router": "tests.graph.planted.CuriousRouter"}.get(group, whole[group].get("_target_"))
+    cfg = OmegaConf.create({**whole, group: {**whole[group], **keys, "_target_": target}})
+    if group == "router":
+        cfg.router = {"_target_": target, **keys}
+    try:
+        check(cfg, device_count=0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", ["two", 1.5, 0, -1, [1], True], ids=str)
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [("router", "top_k"), ("strategy", "expert_parallel_size"), ("data", "micro_batch_size")],
+)
+def test_a_value_that_no_schema_has_seen_is_refused_in_one_line(group: str, key: str, value: object) -> None:
+    line = of_own(group, **{key: value})
+    assert line.startswith(f"{group}.{key}=") and f"; set {group}.{key}=" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_groups": "a", "top_groups": "b"},
+        {"num_groups": 0, "top_groups": 0},
+        {"force_balance": "often"},
+        {"drop_policy": "mine"},
+        {"score_order": "after_top_k", "normalize": True},
+    ],
+    ids=str,
+)
+def test_keys_of_an_own_router_mean_what_its_class_says(keys: dict[str, object]) -> None:
+    assert of_own("router", top_k=1, **keys) == ""
+
+
+def test_an_own_router_needs_no_top_k() -> None:
+    assert of_own("router") == ""

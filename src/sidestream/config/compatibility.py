@@ -20,7 +20,7 @@ from sidestream.config.measure_check import check_measure
 from sidestream.config.model_check import check_model, moe_blocks
 from sidestream.config.overlap_check import check_overlap
 from sidestream.config.predict_check import check_for_training
-from sidestream.config.routing_check import check_routing
+from sidestream.config.routing_check import SHIPPED, check_routing
 from sidestream.config.trust import check_targets
 from sidestream.convert.start import check_weights
 
@@ -167,7 +167,8 @@ def _check_router(cfg: DictConfig) -> None:
             expected=f"a value from 1 to {experts}",
             fix=f"router.top_k={experts}",
         )
-    if top_k == 1 and cfg.router.get("normalize") is True:
+    shipped = str(cfg.router.get("_target_", "")).startswith(SHIPPED)
+    if shipped and top_k == 1 and cfg.router.get("normalize") is True:
         raise ConfigError(
             "router.normalize",
             True,
@@ -269,7 +270,7 @@ def _expert_parallel_size(cfg: DictConfig, world_size: int) -> int:
     def refuse(why: str, expected: str) -> ConfigError:
         return ConfigError(key, value, why, expected=expected, fix=f"{key}={best}")
 
-    if value < 1:
+    if type(value) is not int or value < 1:  # the schema of a user's own strategy may allow anything
         raise refuse("not a group size", f"auto or one of {', '.join(map(str, possible))}")
     if world_size % value:
         raise refuse(f"does not divide the world size {world_size}", f"a divisor of {world_size}")
@@ -314,13 +315,13 @@ def _batches(data: DictConfig, world_size: int) -> tuple[int, int]:
     micro = data.get("micro_batch_size", "auto")
     if micro == "auto":
         return per_rank, 1
-    if per_rank % micro:
+    if type(micro) is not int or micro < 1 or per_rank % micro:
         raise ConfigError(
             "data.micro_batch_size",
             micro,
             f"does not divide the {per_rank} sequences of a rank "
             f"(data.global_batch_size={total} / world size {world_size})",
             expected=f"a divisor of {per_rank}",
-            fix=f"data.micro_batch_size={math.gcd(per_rank, micro)}",
+            fix=f"data.micro_batch_size={math.gcd(per_rank, micro) if type(micro) is int else 'auto'}",
         )
     return micro, per_rank // micro

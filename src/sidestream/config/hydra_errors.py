@@ -76,8 +76,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | None:
     message = str(error)
-    if _is_of_omegaconf(error) and (null := _part_of_null(typed)):
-        return null
+    # Another key's mistake is an error of another class: OmegaConf has no words for a key below null.
+    if type(error) in (AssertionError, AttributeError) and _is_of_omegaconf(error):
+        return _part_of_null(typed)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):

@@ -11,10 +11,14 @@ from sidestream.config.model_check import moe_blocks
 # Weights are shares of 1 once only the chosen experts are scored.
 SHARES = ("sidestream.routing.router.SoftmaxRouter",)
 QUANTILE = ("sidestream.routing.quantile.QuantileBalance",)
+SHIPPED = "sidestream.routing."
 
 
 def check_routing(cfg: DictConfig, *, num_tokens: int) -> None:
-    """Checks router and balance against each other and the model. A user's own options may lack any key.
+    """Checks router and balance against each other and the model.
+
+    Of the keys of a user's own router only `top_k` is looked at, if it is there: another one may mean something else
+    than the key of that name of a shipped router.
 
     Args:
         cfg: The root config; `router.top_k` is within its limits.
@@ -25,11 +29,12 @@ def check_routing(cfg: DictConfig, *, num_tokens: int) -> None:
     """
     if not moe_blocks(cfg.model.num_layers, cfg.model.moe_layers, cfg.model.first_dense_layers):
         return
-    _check_score_order(cfg.router)
-    _check_groups(cfg.router, cfg.model.num_experts)
-    _check_capacity(cfg.router)
-    _check_forced(cfg, num_tokens)
-    if cfg.balance.get("_target_") in QUANTILE:
+    if str(cfg.router.get("_target_", "")).startswith(SHIPPED):
+        _check_score_order(cfg.router)
+        _check_groups(cfg.router, cfg.model.num_experts)
+        _check_capacity(cfg.router)
+        _check_forced(cfg, num_tokens)
+    if cfg.balance.get("_target_") in QUANTILE and cfg.router.get("top_k") is not None:
         _check_quantile(cfg, num_tokens)
 
 
@@ -130,7 +135,7 @@ def _check_quantile(cfg: DictConfig, num_tokens: int) -> None:
             expected=f"router.top_k below {experts}",
             fix="balance=none",
         )
-    if router.get("num_groups") is not None:
+    if str(router.get("_target_", "")).startswith(SHIPPED) and router.get("num_groups") is not None:
         raise ConfigError(
             "balance",
             chosen,

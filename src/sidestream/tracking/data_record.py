@@ -38,17 +38,16 @@ class DataRecord:
             TypeError: Something else is written there.
         """
         record = cls(**found)
-        splits = (record.documents, record.tokens)
-        counts = [record.replaced_characters, record.zero_bytes, record.separators, record.shared_documents]
-        if not all(isinstance(part, dict) for part in (*splits, record.dropped)) or any(
-            part.keys() != set(SPLITS) for part in splits
-        ):
-            raise TypeError("no counts by split")
-        counts += [count for part in (*splits, record.dropped) for count in part.values()]
-        notes = record.notes if isinstance(record.notes, list) else [None]
+        by_split, of_all = (record.documents, record.tokens), record.dropped
+        if any(not isinstance(part, dict) or set(part) != set(SPLITS) for part in by_split):
+            raise TypeError("documents or tokens are not counted by split")
+        if not isinstance(of_all, dict) or not isinstance(record.notes, list):
+            raise TypeError("dropped is no mapping, or notes is no list")
+        counts = [count for part in (*by_split, of_all) for count in part.values()]
+        counts += [record.replaced_characters, record.zero_bytes, record.separators, record.shared_documents]
         if any(count is not None and type(count) is not int for count in counts):
             raise TypeError("a count is no integer")
-        if not all(isinstance(note, str) for note in notes):
+        if not all(isinstance(note, str) for note in record.notes):
             raise TypeError("a note is no text")
         return record
 
