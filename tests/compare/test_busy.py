@@ -39,7 +39,9 @@ def test_a_busy_machine_is_marked_and_its_speed_not_compared(tmp_path: Path) -> 
 
 
 def test_a_busy_baseline_is_no_baseline_for_speed(tmp_path: Path) -> None:
-    _, (_, other) = found(tmp_path, ("none", 1, 10.0, {"metrics.waited_share": 0.24}), ("chunked", 1, 9.0, {}))
+    _, (_, other) = found(
+        tmp_path, ("none", 1, 10.0, {"metrics.waited_share": 0.24}), ("chunked", 1, 9.0, {})
+    )
     assert other.flat["timing"] == "busy"
 
 

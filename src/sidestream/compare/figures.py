@@ -16,8 +16,8 @@ from sidestream.tracking.folder import is_count, is_figure
 
 # As `sidestream.lightning.recorder.WARMUP_STEPS`, which cannot be read without torch; a test compares them.
 WARMUP_STEPS = 5
-# Share of the steps' time spent waiting for a core. Two ranks on two cores: 0.08 to 0.14 when nothing else runs, because
-# a rank waits for the threads of its own transfers; 0.24 to 0.31 beside one or two programs that keep a core busy.
+# Share of the steps' time spent waiting for a core. Two ranks on two cores: 0.08 to 0.14 when nothing else runs: a
+# rank waits for the threads of its own transfers; 0.24 to 0.31 beside one or two programs that keep a core busy.
 BUSY = 0.2
 LOSSES = {"val_loss": names.VAL_LOSS, "train_loss": names.TRAIN_LOSS}
 

@@ -74,6 +74,10 @@ class Measured:
         of_arm = self.seconds[:, ARMS.index(arm)]
         return (of_arm.sum(dim=1) if name == BOTH else of_arm[:, self.passes.index(name)]).tolist()
 
+    def milliseconds(self, arm: str, name: str = BOTH) -> list[float]:
+        """Of each round, as they are written to files: every figure of them comes from these."""
+        return [round(1e3 * value, 4) for value in self.rounds_of(arm, name)]
+
     def median(self, arm: str, name: str = BOTH) -> float:
         return statistics.median(self.rounds_of(arm, name))
 

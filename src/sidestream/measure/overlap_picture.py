@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
+from sidestream.measure.summary import summarize
 from sidestream.tracking.drawing import COLORS, NEUTRAL
 from sidestream.tracking.folder import write_bytes_atomic
 
@@ -98,7 +99,7 @@ def both_arms(measured: Measured, ranks: Sequence[Any]) -> dict[str, Any]:
         ranks: Rank -> the bars of `SHOWN`, see `Measured.bars`.
     """
     arms: dict[str, Any] = {}
-    arms["median_ms"] = {arm: round(1e3 * measured.median(arm, BOTH), 4) for arm in SHOWN}
+    arms["median_ms"] = {arm: summarize(measured.milliseconds(arm))["median"] for arm in SHOWN}
     for place, arm in enumerate(SHOWN):
         seconds = measured.seconds[measured.shown_round, ARMS.index(arm)].tolist()
         arms[arm] = timeline([of_rank[place] for of_rank in ranks], passes=measured.passes, seconds=seconds)

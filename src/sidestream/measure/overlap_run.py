@@ -227,8 +227,8 @@ def _record(
         "versions": facts.versions(()),
         "passes": {
             name: {
-                "ms": {arm: summarize(_ms(measured.rounds_of(arm, name))) for arm in ARMS},
-                "rounds_ms": {arm: _ms(measured.rounds_of(arm, name)) for arm in ARMS},
+                "ms": {arm: summarize(measured.milliseconds(arm, name)) for arm in ARMS},
+                "rounds_ms": {arm: measured.milliseconds(arm, name) for arm in ARMS},
                 "e_hide_rounds": summarize(e) if (e := measured.e_hide_rounds(name)) else None,
                 **{k: v for k, v in asdict(reports[name]).items() if not k.startswith("t_")},
             }
