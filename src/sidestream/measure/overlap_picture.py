@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Measured
+from sidestream.measure.overlap import ARMS, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
 from sidestream.measure.summary import summarize
 from sidestream.tracking.drawing import COLORS, NEUTRAL
