@@ -49,13 +49,17 @@ def _serve(rank: int, world: int, store: str, connection: Connection, environmen
 
 
 class RankPool:
-    """W ranks that wait for work."""
+    """W ranks that wait for work.
 
-    def __init__(self, world: int) -> None:
+    `fresh=True` starts each from nothing, for what reads the environment when it is imported.
+    """
+
+    def __init__(self, world: int, *, fresh: bool = False) -> None:
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = mp.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
+            context.set_forkserver_preload(PRELOADED)
         self._pipes, self._processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()

@@ -18,13 +18,13 @@ _pools: dict[int, RankPool] = {}
 
 
 def interpreted(world: int) -> RankPool:
-    """Ranks that interpret Triton kernels: told before they import it."""
+    """Ranks that interpret Triton kernels: told before they import it, so not forked from one that may have."""
     pool = _pools.get(world)
     if pool is None or not pool._processes[0].is_alive():
         before = os.environ.get("TRITON_INTERPRET")
         os.environ["TRITON_INTERPRET"] = "1"
         try:
-            pool = _pools[world] = RankPool(world)
+            pool = _pools[world] = RankPool(world, fresh=True)
         finally:
             del os.environ["TRITON_INTERPRET"]
             if before is not None:
