@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sidestream.config.errors import ConfigError, is_of_place
-from sidestream.launch import status
+from sidestream.launch import status, terminal
 from sidestream.tracking.untrusted import Unreadable, printable
 
 WIDTH = 100
@@ -55,6 +55,7 @@ def run(main: Callable[[], int | None], *, shows_status: bool = False) -> NoRetu
     Args:
         shows_status: What `main` says through `launch.status` is shown on stderr.
     """
+    terminal.outlive(hangup=False)
     # From here on there may be something to clean up, so it is an exception.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if shows_status:
