@@ -34,6 +34,19 @@ def parser(doc: str | None, *, whole: bool = False, **options: Any) -> argparse.
     return argparse.ArgumentParser(description=description, formatter_class=form, **options)
 
 
+def number(low: float, high: float = 1e9, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Returns a `type` for an argument that is a number in a range; argparse refuses others in one line."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:  # nan is in none
+            raise argparse.ArgumentTypeError(f"{text}: expected a number from {low:g} to {high:g}")
+        return value
+
+    read.__name__ = kind.__name__  # in argparse's own message
+    return read
+
+
 def check_place(file: Path | None) -> None:
     """Makes the folder of a file that is written later, after minutes of measuring.
 

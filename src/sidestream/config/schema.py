@@ -183,7 +183,7 @@ class StepGraph(Graph):
 
 @dataclass
 class ThrottledLink(Component):
-    gbps: float = key(above=0.0, high=1e6)
+    gbps: float = key(low=1e-6, high=1e6)  # a slower one needs longer than a time may be
     latency_us: float = key(low=0.0, high=1e8)
 
 
