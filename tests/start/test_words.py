@@ -57,6 +57,11 @@ def _as_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             "run with 'optimizer.betas=[0.9,0.95]'",
         ),
         (
+            AMBIGUOUS.format("optimizer.lr=0,001"),
+            ["optimizer.lr=0,001"],
+            "set optimizer.lr=0.001",
+        ),
+        (
             AMBIGUOUS.format("trusted_targets=a,b"),
             ["trusted_targets=a,b"],
             "run with 'trusted_targets=[a,b]'",

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
-from sidestream.config.keys import CONF
+from sidestream.config.meant import CONF
 from sidestream.model.config import shape_from
 from sidestream.predict.job import Job
 from sidestream.predict.layer import Mover
