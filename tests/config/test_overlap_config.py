@@ -129,6 +129,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("overrides", "start", "fix"), [pytest.param(*row, id=" ".join(row[0])) for row in REFUSALS]
 )
+@pytest.mark.sample(4)
 def test_a_refusal_says_what_to_set_and_following_it_ends_in_a_config_that_runs(
     compose: Compose, overrides: list[str], start: str, fix: str
 ) -> None:

@@ -118,6 +118,7 @@ def test_logits_of_their_checkpoint_equal_ours(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3"])
+@pytest.mark.full
 def test_trained_run_exports_to_equal_logits(name: str, tmp_path: Path) -> None:
     """Their weights -> one training step on 2 ranks -> export -> their logits equal ours; and back in again."""
     from convert_hf import export, overrides, read_options

@@ -86,6 +86,7 @@ def b1_model(rank, world, setup):
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.sample(2)
 def test_b1_idle_rank_with_real_experts(fusion, checkpointing):
     shape = replace(SHAPE, activation_checkpointing=checkpointing)
     setup = Setup(balance="bias", optimizer="sgd", shape=shape)
@@ -374,6 +375,7 @@ def test_b6_what_padding_holds_changes_nothing(balance):
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("balance", ["aux", "aux_global", "bias"])
+@pytest.mark.sample(2)
 def test_b6_a_rank_with_nothing_but_padding(balance, fusion):
     setup = Setup(padded=True, balance=balance, steps=2, optimizer="sgd")
     (one,) = ranks(1).run(run_steps, setup=setup.with_(dispatcher="local", fusion="loop"))

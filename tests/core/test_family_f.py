@@ -61,6 +61,7 @@ def f1_order(rank, world, setup, skew, pause_s=0.003):
 
 @pytest.mark.parametrize("fusion", ["loop", "grouped"])
 @pytest.mark.parametrize("balance", ["bias", "aux_global"])
+@pytest.mark.sample(2)
 def test_f1_collectives_have_one_order_on_all_ranks(fusion, balance):
     setup = Setup(ep=2, accumulation=2, steps=3, balance=balance, fusion=fusion)
     free, skewed = (ranks(4).run(f1_order, setup=setup, skew=skew) for skew in (0.0, 100.0))

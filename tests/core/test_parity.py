@@ -111,6 +111,7 @@ def check(path, mesh, accumulation, max_norm, balance, optimizer):
 
 
 @pytest.mark.parametrize("row", SAMPLE, ids=str)
+@pytest.mark.sample(8)
 def test_step_equals_one_process(row):
     check(*row)
 

@@ -260,6 +260,7 @@ def test_a_column_that_is_no_text_is_refused(tmp_path, datasets, values):
         ((20240520).to_bytes(4, "little") + bytes(2000), "uint16", "llm.c"),
     ],
 )
+@pytest.mark.sample(4)
 def test_a_dtype_or_header_that_does_not_fit_is_refused(folder, content, dtype, why):
     path = folder / "t.bin"
     path.write_bytes(content if isinstance(content, bytes) else content.tobytes())

@@ -182,6 +182,7 @@ def compare_with_the_rule(rank: int, world: int, name: str, even: bool) -> list[
 
 @pytest.mark.parametrize(("name", "even"), STATIC)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.sample(3)
 def test_last_experts_lose_first_and_last_sources_within_them(name, even, world):
     for wrong in ranks(world).run(compare_with_the_rule, name=name, even=even):
         assert not wrong, "\n".join(wrong[:3])

@@ -141,6 +141,7 @@ BASES = {"cluster": "h100"}  # whose table has all keys, where the default optio
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
+@pytest.mark.sample(10)
 def test_the_page_has_every_key_with_its_type_and_default(compose, group: str, option: str):
     """An option that has all keys of the default option lists what differs from it."""
     wanted, kind = keys_of(compose, group, option)

@@ -51,6 +51,7 @@ def assert_close_run(a: Path, b: Path, *, tolerance: float = 2e-5) -> None:
         "-".join(part.split(".")[-1] for part in value) if isinstance(value, list) else str(value)
     ),
 )
+@pytest.mark.sample(1)
 def test_a_run_is_that_of_grouped_experts(options: list[str], world: int, tmp_path: Path) -> None:
     mega, grouped = tmp_path / "mega", tmp_path / "grouped"
     given = [*STATEFUL, *options, "callbacks.checkpoint.every_n_steps=6"]
@@ -86,6 +87,7 @@ def test_a_taped_run_is_the_eager_one(overlap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("graph", [pytest.param("none", marks=pytest.mark.full), "step"])
+@pytest.mark.full
 def test_a_budget_that_grew_gives_the_run_of_one_that_was_large_enough(graph: str, tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     given = ["fusion=mega", f"graph={graph}", *STATEFUL, "callbacks.checkpoint.every_n_steps=6"]

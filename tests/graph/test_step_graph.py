@@ -57,6 +57,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("dispatcher", "schedule", "accumulation", "world"), MATRIX, ids=str)
+@pytest.mark.sample(1)
 def test_a_taped_run_is_the_eager_one(
     dispatcher: str, schedule: str, accumulation: int, world: int, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_planted_item_in_a_router_is_found_with_its_line(tmp_path: Path) -> No
     assert f"graph/planted.py:{LINE} item (forward, 2x): host read; no override: change this code" in text
 
 
+@pytest.mark.full
 def test_a_planted_item_stops_a_capture_with_the_same_words(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         fit(tmp_path, "dispatcher=nccl_ep", STATIC, "graph=step", *PLANTED)

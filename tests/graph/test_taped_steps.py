@@ -174,6 +174,7 @@ def test_every_balance_can_be_captured(balance: str) -> None:
     ],
     ids=["bf16_recompute", "padding", "double_gating", "late_weights"],
 )
+@pytest.mark.sample(2)
 def test_features_in_a_graph(changes: dict[str, Any]) -> None:
     eager, taped = both(2, STATIC.with_(**changes), steps=4)
     for one, other in zip(eager, taped):
@@ -220,6 +221,7 @@ def overflowing(rank: int, world: int, setup: Setup, *, taped: bool) -> dict[str
     "dispatcher",
     [pytest.param(d, marks=() if d in ("nccl_ep", "deep_ep") else pytest.mark.full) for d in DISPATCHERS],
 )
+@pytest.mark.sample(1)
 def test_an_overflow_of_a_replayed_step_grows_the_budget_and_captures_anew(dispatcher: str) -> None:
     # 256 rows a rank when balanced and 512 when one rank gets all; the budget is 384 (factor of 512 tokens).
     setup = STATIC.with_(dispatcher=dispatcher, global_batch=32)

@@ -90,6 +90,7 @@ def test_i7_a_used_folder_is_refused_and_resume_goes_on_in_it(train: Train, work
     assert "${" not in resolved
 
 
+@pytest.mark.full
 def test_i1_a_sweep_gives_each_job_its_own_folder_and_goes_on_after_a_failure(train: Train, work: Path):
     done = train("-m", "name=one_seed_fails", "seed=1,2", "router.top_k=1,2")
     assert done.returncode == 1

@@ -52,6 +52,7 @@ def measured(rank: int, world: int) -> dict[str, Any]:
         return calibrate.run_plain(plain, say=lambda _: None)[0]
 
 
+@pytest.mark.full
 def test_every_constant_is_measured_and_the_same_on_all_ranks() -> None:
     first, second = ranks(2).run(measured)
     assert first == second and first["ranks"] == 2

@@ -73,6 +73,7 @@ def test_rounding_to_bf16_turns_no_choice():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.full
 def test_two_ranks_without_peers(dtype):
     first, second = ranks(2).run(measure, dtype=dtype, frozen_rounds=2)
     (record,) = first
@@ -205,6 +206,7 @@ def load_script():
 
 
 @pytest.mark.shell
+@pytest.mark.full
 def test_the_script_starts_its_own_ranks(tmp_path, capfd):
     out = tmp_path / "bench.json"
     arguments = ["--shapes", "64,32,16,4,2@2", "--peers", "none", "--rounds", "2", "--warmup", "0"]

@@ -86,6 +86,7 @@ def test_the_files_of_a_measurement(tmp_path: Path):
     assert {"serial", "overlapped", "experts", "experts backward"} <= {event.get("name") for event in events}
 
 
+@pytest.mark.full
 def test_a_step_without_a_throttled_link(tmp_path: Path):
     result = run(tmp_path / "run", "overlap=none", "measure.scope=step", "data.micro_batch_size=2")
     record = json.loads((tmp_path / "run" / "overlap.json").read_text())

@@ -121,6 +121,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.full
 def test_f3_shared_and_routed_add_5x_with_gradient_5_a_hundred_times(name: str) -> None:
     for rank, results in enumerate(
         ranks(2).run(run, make=SCHEDULES[name], whole=True, repeat=100, pause_s=0.0005)

@@ -47,6 +47,7 @@ def step_of(*overrides: str) -> float:
         ("dispatcher.capacity_factor=1.5 graph=step", "dispatcher.capacity_factor=1.5 graph=none"),
     ],
 )
+@pytest.mark.sample(4)
 def test_what_is_faster(less: str, more: str) -> None:
     assert step_of(*less.split()) < step_of(*more.split())
 
@@ -131,6 +132,7 @@ def test_every_cluster_predicts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sample(1)
 def test_a_recipe_says_what_was_published(name: str) -> None:
     cfg = composed(f"experiment=recipe/{name}")
     published = cfg.predict.published

@@ -39,6 +39,7 @@ def assert_same_step(actual, expected):
 
 @pytest.mark.parametrize(("world", "ep", "accumulation"), CUTS)
 @pytest.mark.parametrize("balance", ["aux_global", "aux"])
+@pytest.mark.sample(6)
 def test_auxiliary_gradients_do_not_depend_on_how_a_batch_is_cut(balance, world, ep, accumulation):
     # A large coefficient: next to the language-model loss a wrong auxiliary gradient must not hide.
     for padded in (False, True):

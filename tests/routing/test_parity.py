@@ -68,6 +68,7 @@ def check(choice, path, mesh, accumulation, padded):
 
 
 @pytest.mark.parametrize("row", SAMPLE, ids=str)
+@pytest.mark.sample(15)
 def test_step_equals_one_process(row):
     check(*row)
 

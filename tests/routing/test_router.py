@@ -260,6 +260,7 @@ CUTS = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.sample(5)
 def test_forced_balance_is_even_however_the_batch_is_cut(world, cut, padded):
     setup = Setup(router="forced", balance="none", top_k=1, seq_length=2, padded=padded, ep=world)
     setup = setup.with_(shape=replace(SHAPE, num_experts=4), **CUTS[cut])

@@ -79,6 +79,7 @@ def test_metrics_agree_with_each_other(tmp_path):
     assert names.Z_LOSS not in head
 
 
+@pytest.mark.full
 def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
     for job in (0, 1):
         fit(tmp_path / str(job), *WANDB, f"seed={job}", picture=True)

@@ -47,6 +47,7 @@ def train(folder: Path, factor: float, *overrides: str, steps: int, dispatcher: 
         pytest.param("nccl_ep", 200, TINY, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_replayed_run_equals_one_with_a_large_budget(
     dispatcher: str, steps: int, size: list[str], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ BUSY = [
 ]
 
 
+@pytest.mark.full
 def test_a_run_is_bit_identical_with_and_without_it(tmp_path: Path):
     off = fit(tmp_path / "off", *BUSY)[0]
     on = fit(tmp_path / "on", *BUSY, "callbacks.overlap_report.every_n_steps=2", "logger=csv")[0]

@@ -261,6 +261,7 @@ def resumed(place: Path, straight: dict[str, Ended]) -> dict[str, tuple[list[str
 
 
 @pytest.mark.parametrize("key", TRIED)
+@pytest.mark.full
 def test_a_change_does_what_the_contract_says(
     key: str, straight: dict[str, Ended], resumed: dict[str, tuple[list[str], Any]], place: Path
 ) -> None:
