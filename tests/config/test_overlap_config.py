@@ -182,6 +182,7 @@ def test_what_fits_is_taken(compose: Compose, overrides: list[str]) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sample(4)
 def test_every_schedule_fits_the_other_choices(compose: Compose, option: str, others: list[str]) -> None:
     assert refusal(compose, f"overlap={option}", *others) == ""
 

@@ -123,6 +123,7 @@ ACCENTS = "Grüße, où est le café? " * 200
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.sample(3)
 def test_text_of_another_encoding_is_refused_with_the_key_that_reads_it(folder, encoding):
     (folder / "one.txt").write_bytes(ACCENTS.encode(encoding))
     line = refusal("data=text", "data.files=[one.txt]", "data.tokenizer=bpe")

@@ -63,6 +63,7 @@ def test_a_run_is_that_of_grouped_experts(options: list[str], world: int, tmp_pa
     assert result["transport"] == (None if alone else "shared_memory")
 
 
+@pytest.mark.full
 def test_a_checkpoint_moves_between_mega_and_grouped(tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     given = [*STATEFUL, "callbacks.checkpoint.every_n_steps=3"]
@@ -76,6 +77,7 @@ def test_a_checkpoint_moves_between_mega_and_grouped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.full), "shortcut"])
+@pytest.mark.full
 def test_a_taped_run_is_the_eager_one(overlap: str, tmp_path: Path) -> None:
     eager, taped = tmp_path / "eager", tmp_path / "taped"
     given = ["fusion=mega", f"overlap={overlap}", *STATEFUL, "callbacks.checkpoint.every_n_steps=6"]

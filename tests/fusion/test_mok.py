@@ -207,6 +207,7 @@ def run(rank: int, world: int, setup: Setup, *, steps: int = 2, group: Any = "wo
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.sample(1)
 def test_parity(world, recompute):
     for log in ranks(world).run(run, setup=Setup(recompute=recompute)):
         calls = ["build_schedule", "forward", *["recompute_forward_context"] * recompute, "backward"]

@@ -126,6 +126,7 @@ def test_thirty_steps_with_a_resume_in_the_middle(name: str, tmp_path: Path) -> 
     assert_same_run(eager, resumed)
 
 
+@pytest.mark.full
 def test_the_optimizer_in_the_graph(tmp_path: Path) -> None:
     eager, taped, resumed = (tmp_path / each for each in ("eager", "taped", "resumed"))
     options = [

@@ -146,6 +146,7 @@ BOTH_BALANCES = [
 
 
 @pytest.mark.parametrize("router", BOTH_ROUTERS)
+@pytest.mark.full
 def test_every_router_can_be_captured(router: str) -> None:
     eager, taped = both(2, STATIC.with_(router=router), steps=4)
     for one, other in zip(eager, taped):

@@ -64,6 +64,7 @@ def test_i5_sigterm_reaches_every_rank_and_ends_with_143(environment: dict[str, 
     assert json.loads((work / "waiting" / "result.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.full
 def test_i7_a_used_folder_is_refused_and_resume_goes_on_in_it(train: Train, work: Path):
     name = "it's a=b, c"
     escaped = name.replace("'", "\\'")

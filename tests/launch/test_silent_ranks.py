@@ -132,6 +132,7 @@ def test_a_rank_that_spins_while_it_leaves_has_a_limit_too(job: SimpleNamespace)
 
 
 @pytest.mark.parametrize("sign", ["cpu", "beats"])
+@pytest.mark.full
 def test_long_work_is_no_silence(job: SimpleNamespace, sign: str):
     """An hour of reading on one rank, while the other sleeps until it may read what was built."""
     job.phases[:] = [Phase(phase.READING, None, "", 1, 1.0, TIMEOUT)] * 2

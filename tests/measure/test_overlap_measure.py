@@ -98,6 +98,7 @@ def asleep(rank: int, world: int, name: str, broken: bool = False) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.sample(2)
 def test_a_schedule_hides_what_it_can(name: str):
     for found in ranks(2).run(asleep, name=name):
         assert found["reached"] == pytest.approx(1.0, abs=1e-3), found

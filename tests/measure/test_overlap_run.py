@@ -53,6 +53,7 @@ def run(folder: Path, *overrides: str) -> dict[str, Any]:
     return ranks(2).run(measure, cfg=plain, layout=asdict(layout), folder=str(folder))[0]
 
 
+@pytest.mark.full
 def test_the_files_of_a_measurement(tmp_path: Path):
     out = tmp_path / "elsewhere"
     result = run(

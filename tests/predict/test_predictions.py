@@ -121,6 +121,7 @@ def test_the_published_runs_that_kept_everything_fit() -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.sample(3)
 def test_every_cluster_predicts(name: str) -> None:
     model = "tiny" if name.startswith("cpu") else "olmoe_1b_7b"
     found = predicted(

@@ -37,6 +37,7 @@ def records(folder):
         (["trainer.precision=bf16-mixed", "data.micro_batch_size=2", "trainer.peak_tflops=null"], 2),
     ],
 )
+@pytest.mark.sample(2)
 def test_every_record_has_the_same_names_in_every_configuration(options, world, tmp_path):
     fit(tmp_path, *options, "trainer.max_steps=2", world=world, picture=True)
     training, validation = records(tmp_path)

@@ -55,6 +55,7 @@ def test_g3_moments_are_not_zero_after_load(straight: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "ep"), [(1, 1), (2, 1), (4, 2), pytest.param(4, 4, marks=pytest.mark.full)]
 )
+@pytest.mark.sample(1)
 def test_g3_resume_with_another_world_or_ep(world: int, ep: int, tmp_path: Path) -> None:
     # No dropout: its random numbers belong to a rank, and there are other ranks now.
     options = ["balance=bias", "balance.update_rate=0.01"]
@@ -123,6 +124,7 @@ def test_other_corpus_is_refused(straight: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_fully_shard_resumes_bit_identically_and_by_replicate(world: int, ep: int, tmp_path: Path) -> None:
     sharded = ["strategy=fully_shard", f"strategy.expert_parallel_size={ep}", "balance=bias"]
     whole, folder, other = tmp_path / "whole", tmp_path / "resumed", tmp_path / "replicate"
