@@ -20,6 +20,7 @@ from sidestream.launch.worker import STORE
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # after a common step, or before the first
 DIED_OF_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # before it could listen
 SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to record what they saw
+SECONDS_TO_LEAVE = 30.0  # more, for a rank that failed in nothing and is on its way out
 SECONDS_AFTER_END = 60.0  # of silence, for the others once the first rank has ended well
 _POLL_SECONDS = 0.05
 
@@ -143,10 +144,20 @@ class _Watch:
                 print(stopping.answer(now), file=sys.stderr, flush=True)
                 self._ask(self._signals.received[0])
             self._silence.look()
-            if time.monotonic() >= self._deadline or len(self._signals.received) > 1 or self._given_up():
+            late = time.monotonic() - self._deadline
+            ends = late >= 0 and (late >= SECONDS_TO_LEAVE or not self._someone_leaves())
+            if ends or len(self._signals.received) > 1 or self._given_up():
                 self._kill()
                 return
             time.sleep(_POLL_SECONDS)
+
+    def _someone_leaves(self) -> bool:
+        """Whether a rank that failed in nothing is on its way out: how it ends says why the others failed."""
+        failed = {failure.rank for failure in failures.recorded(self._folder)}
+        return any(
+            rank.number not in failed and phase.read(self._shared, rank.number).name == phase.LEAVING
+            for rank in self._running
+        )
 
     def _ended(self, rank: Rank, code: int) -> None:
         now = time.monotonic()

@@ -8,7 +8,7 @@ from sidestream.launch.silence import look_at
 
 # Texts of gloo, of torch's stores, of NCCL, and of `fusion=mega`.
 _IN_VAIN = re.compile(
-    r"timed out waiting \d+ ?ms|wait timeout after|socket timeout|watchdog caught|did not answer within",
+    r"timed out waiting \d+ ?ms|wait timeout|socket timeout|watchdog caught|did not answer within",
     re.IGNORECASE,
 )
 
