@@ -146,7 +146,7 @@ def run(block: str, folder: Path, *overrides: str) -> str:
     Args:
         overrides: put at the end of every train.py command.
     """
-    for name in ("train.py", "eval.py", "conf", "scripts"):
+    for name in ("train.py", "eval.py", "scripts"):
         if not (folder / name).exists():
             (folder / name).symlink_to(REPOSITORY / name)
     extra = shlex.join([*SHORT, *overrides])
