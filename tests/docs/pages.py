@@ -11,7 +11,7 @@ from types import ModuleType
 
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
-PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -145,10 +145,10 @@ def test_options_of_ones_own(run: Run, tmp_path: Path):
         path = tmp_path / body.partition("\n")[0].removeprefix("# ")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(body)
-    for flag in ("-cd", "--config-dir"):
-        words = [flag, "my_conf", "dispatcher=mine", "trusted_targets=[my_pkg]", f"name={flag.strip('-')}"]
-        run("sidestream", "train", *words, "trainer.max_steps=2", *MICRO)
-        assert result_in(tmp_path / "logs" / flag.strip("-"))["choices"]["dispatcher"] == "mine"
+    mine = ["dispatcher=mine", "trusted_targets=[my_pkg]"]
+    run("sidestream", "train", "-cd", "my_conf", *mine, "trainer.max_steps=2", *MICRO)
+    assert result_in(tmp_path / "logs")["choices"]["dispatcher"] == "mine"
+    assert "my_pkg.Bf16Wire" in run("sidestream", "train", "--config-dir", "my_conf", *mine, "--cfg", "job")
     assert "properties hold" in run("sidestream", "check-part", "my_pkg.Bf16Wire")
 
 
@@ -160,13 +160,12 @@ def test_torchrun_starts_the_module(run: Run, tmp_path: Path):
 
 
 def test_what_needs_no_run(run: Run, tmp_path: Path):
-    for command in ("predict", "-m dispatcher=alltoall,nccl_ep"):
-        assert "TFLOP/s" in run("sidestream", "predict", *command.split()[1:] if "-m" in command else ())
+    assert "TFLOP/s" in run("sidestream", "predict", "-m", "dispatcher=alltoall,nccl_ep")
     run("sidestream", "doctor", "--json", "doctor.json")
     assert {row["option"] for row in json.loads((tmp_path / "doctor.json").read_text())["options"]} >= {
         "shortcut"
     }
-    assert "sidestream train --cfg job" in run("sidestream", "train", "name='${nowhere}'", code=2)
+    assert "run sidestream train -m seed=1,2" in run("sidestream", "train", "seed=1,2", code=2)
     steps = ["measure.rounds=2", "measure.warmup=0", "overlap=shared_expert", "model.num_shared_experts=1"]
     run("sidestream", "measure", *steps, *MICRO)
     assert list((tmp_path / "logs" / "measure_overlap" / "runs").glob("*/*/overlap.json"))
