@@ -1,6 +1,7 @@
 """The wheel, installed where there is no checkout: every command runs from any folder, with the configs inside.
 
-The environment sees the libraries of this one, but not the checkout: nothing is downloaded.
+Nothing is downloaded: the environment has links to those libraries of this one that the package asks for, and to no
+others.
 """
 
 import json
@@ -11,9 +12,11 @@ import sys
 import venv
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import sidestream
 from tests.docs.pages import README, REPOSITORY, blocks
@@ -58,10 +61,26 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(root, with_pip=False, symlinks=True)
     pip("--python", str(root / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel))
     (packages,) = root.glob("lib/python*/site-packages")
-    # A line of a .pth file is a place to look in; the .pth files there, one of which is the checkout's, are not read.
-    libraries = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "libraries.pth").write_text("\n".join(libraries))
+    for dist in required("sidestream"):
+        for top in {file.parts[0] for file in dist.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(dist.locate_file(top))
     return root / "bin"
+
+
+def required(name: str) -> list[Distribution]:
+    """Returns what pip would install with a package: what it asks for, and what that asks for."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [(name, "")]
+    while waiting:
+        package, extra = waiting.pop()
+        if (package, extra) in seen:
+            continue
+        seen.add((package, extra))
+        for wanted in map(Requirement, distribution(package).requires or ()):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                waiting += [(wanted.name, more) for more in ("", *wanted.extras)]
+    return [distribution(package) for package in {package for package, _ in seen} - {name}]
 
 
 def pip(*words: str) -> None:
