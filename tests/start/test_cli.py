@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sidestream import cli
+from sidestream.launch import arguments
 from tests.docs.pages import REPOSITORY
 
 # Modules that take no time, all of them there before `sidestream` is imported but for its own.
@@ -17,6 +18,7 @@ import sys
 sys.argv = ["sidestream"]
 before = set(sys.modules)
 from sidestream import cli
+from sidestream.launch import arguments
 try:
     cli.main()
 except SystemExit as end:
@@ -120,6 +122,23 @@ def test_in_the_repository_a_text_stays_and_installed_it_names_the_command(monke
     assert cli.typed() == ["sidestream", "measure"] and cli.module() == "measure_overlap"
     assert cli.typed("torchrun", "--nnodes=2") == ["torchrun", "--nnodes=2", "-m", "sidestream", "measure"]
     assert cli.again()[1:] == ["-P", "-m", "sidestream", "measure"]
+
+
+def test_a_folder_of_configs_is_relative_to_the_file_that_was_started_and_else_to_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(cli.CALLED, raising=False)
+    monkeypatch.setattr(sys, "argv", ["../there/train.py"])
+    words = ["-cp", "mine", "-m", "seed=1,2"]
+    for name, folder in ((None, tmp_path.parent / "there"), ("train", tmp_path)):
+        if name is not None:
+            monkeypatch.setenv(cli.CALLED, name)
+        rewritten = arguments.with_config_path(words)
+        assert arguments.config_flags(rewritten) == ["--config-path", str(folder / "mine")]
+        assert arguments.split(rewritten)[1] == ["seed=1,2"]
+    for words in (["seed=1"], ["-cp", "pkg://my_pkg.conf"]):
+        assert arguments.with_config_path(words) == words
 
 
 def test_what_lies_in_the_current_folder_is_no_code(tmp_path: Path):

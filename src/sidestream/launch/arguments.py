@@ -74,7 +74,7 @@ def with_config_path(argv: list[str]) -> list[str]:
     if given is None or "://" in given:
         return argv
     folder = Path() if cli.installed() else Path(sys.argv[0]).parent
-    return ["--config-path", str((folder / given).resolve()), *argv]
+    return [*argv, "--config-path", str((folder / given).resolve())]  # the last one counts
 
 
 def with_latest(argv: list[str]) -> list[str]:
