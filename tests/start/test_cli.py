@@ -18,7 +18,6 @@ import sys
 sys.argv = ["sidestream"]
 before = set(sys.modules)
 from sidestream import cli
-from sidestream.launch import arguments
 try:
     cli.main()
 except SystemExit as end:
