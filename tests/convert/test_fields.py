@@ -223,7 +223,7 @@ def test_text_of_the_file_is_shown_and_not_obeyed() -> None:
 
 
 def test_the_page_has_the_tables(capsys: pytest.CaptureFixture) -> None:
-    from convert_hf import fields
+    from sidestream.commands.convert_hf import fields
 
     fields()
     page = (ROOT / "docs" / "huggingface.md").read_text()

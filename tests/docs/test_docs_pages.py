@@ -5,12 +5,14 @@ import importlib
 import inspect
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from omegaconf import OmegaConf
 
+import sidestream
 from sidestream.config import schema
 from sidestream.config.errors import as_typed
 from sidestream.config.help import GROUPS
@@ -61,6 +63,16 @@ def test_links_and_files_exist(page: Path):
     for name in re.findall(r"`([\w./<>-]+\.(?:py|ya?ml|jsonl?|md|png|svg|log|csv|toml))`", prose(page)):
         places = [page.parent / name, REPOSITORY / name, SOURCE / name]
         assert ELSEWHERE.fullmatch(name) or any(place.exists() for place in places), name
+
+
+def test_the_version_is_the_same_everywhere_and_hosted_ci_runs_the_two_commands():
+    project = tomllib.loads(text(REPOSITORY / "pyproject.toml"))["project"]
+    citation = OmegaConf.load(REPOSITORY / "CITATION.cff")
+    assert project["version"] == citation.version == sidestream.__version__
+    assert f"\n## {sidestream.__version__}" in text(REPOSITORY / "CHANGELOG.md")
+    assert project["license"] == citation.license == "Apache-2.0"
+    workflow = OmegaConf.load(REPOSITORY / ".github" / "workflows" / "ci.yml")
+    assert [step.run for step in workflow.jobs.test.steps if "run" in step] == ["make check", "make test"]
 
 
 def test_the_walk_of_a_batch_names_what_is_in_the_code():

@@ -81,7 +81,7 @@ def sweep_folder(folder: Path, task: list[str], of_hydra: list[str]) -> Path:
     folder.mkdir()
     hydra = {
         "overrides": {"task": task, "hydra": of_hydra},
-        "job": {"config_name": Path(sweeps.arguments.script()).stem},
+        "job": {"config_name": sweeps.cli.module()},
         "runtime": {"config_sources": []},
     }
     (folder / "multirun.yaml").write_text(OmegaConf.to_yaml({"hydra": hydra}))

@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 
+from sidestream import cli
 from sidestream.tracking.untrusted import printable
 
 WIDTH = 100
@@ -85,7 +86,7 @@ def help_text(command: str = "train", choices: Mapping[str, str | None] | None =
     header = {"train": HEADER, "predict": PREDICT_HEADER}[command]
     footer = FOOTER.replace("train.py", f"{command}.py")
     page = "\n".join([header, GROUPS_HEADER, *lines, "", footer])
-    return page.replace("$", "$$")  # Hydra passes it through string.Template
+    return cli.spelled(page).replace("$", "$$")  # Hydra passes it through string.Template
 
 
 def list_options_once() -> None:

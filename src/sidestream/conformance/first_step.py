@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.conformance import rows
 from sidestream.conformance.values import (
@@ -128,7 +129,7 @@ class FirstStep:
             name,
             f"in the first step {found[rank]}{where}",
             expected="what its protocol promises, see docs/architecture.md",
-            fix=f"run scripts/check_part.py {name}, which tries more",
+            fix=f"run {cli.spelled('scripts/check_part.py')} {name}, which tries more",
         )
 
 

@@ -1,6 +1,6 @@
 """The model against published figures: what `docs/predictor.md` tabulates and every prediction quotes from.
 
-The published tables are data of the tests (tests/predict/published); `scripts/predict_residuals.py` writes what comes
+The published tables are data of the tests (tests/predict/published); `tools/predict_residuals.py` writes what comes
 out into `residuals.json` beside this module, and a test compares the two.
 """
 

@@ -1,6 +1,6 @@
 """Kills and stops training runs at random moments and counts what becomes of them: `make chaos`.
 
-    python scripts/chaos.py --runs 20 --seed 3 --out chaos/3
+    python tools/chaos.py --runs 20 --seed 3 --out chaos/3
 
 Each run has a random choice of dispatcher, overlap, fusion, graph, strategy and number of ranks, and meets one fault: a
 signal to a rank, to the starting process, or to all of them at once, in a random phase. Then it is resumed as often as
@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sidestream import scripts
+from sidestream.commands import shared
 from sidestream.launch import phase
 from sidestream.launch.silence import look_at
 
@@ -406,7 +406,7 @@ def _silent(outcome: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = scripts.parser(__doc__)
+    parser = shared.parser(__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -441,4 +441,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    scripts.run(main)
+    shared.run(main)

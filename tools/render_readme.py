@@ -1,9 +1,9 @@
 """Writes the result tables of README.md and the benchmarks' pages, and their pictures, from docs/results/.
 
-python scripts/render_readme.py                                the same as `make readme`
-python scripts/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
-python scripts/render_readme.py --overlap <sweep>              the same for a sweep of scripts/measure_overlap.py
-python scripts/render_readme.py --quality <sweep> <sweep>      the same for the sweeps of experiment=scmoe_quality
+python tools/render_readme.py                                the same as `make readme`
+python tools/render_readme.py --run logs/train/runs/<run>    takes a run's files into docs/results/ first
+python tools/render_readme.py --overlap <sweep>              the same for a sweep of scripts/measure_overlap.py
+python tools/render_readme.py --quality <sweep> <sweep>      the same for the sweeps of experiment=scmoe_quality
 """
 
 if __name__ == "__main__":
@@ -25,9 +25,9 @@ from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from plot_loss import main as plot_loss
 
-from sidestream import scripts
+from sidestream.commands import shared
+from sidestream.commands.plot_loss import main as plot_loss
 from sidestream.compare import quality
 from sidestream.config import resume_page
 from sidestream.measure import overlap_matrix, overlap_picture
@@ -92,7 +92,7 @@ DIGEST = "data-sha256"  # text chunk of the picture: which data it shows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = scripts.parser(__doc__)
+    parser = shared.parser(__doc__)
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="take the files of this finished run first"
     )
@@ -401,4 +401,4 @@ def drawn_digest(picture: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    scripts.run(main)
+    shared.run(main)

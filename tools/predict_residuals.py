@@ -1,7 +1,7 @@
 """Holds the predictor against every published figure and against this repository's own measurements.
 
-python scripts/predict_residuals.py            prints the tables
-python scripts/predict_residuals.py --write    and writes src/sidestream/predict/residuals.json, which predict.py quotes
+python tools/predict_residuals.py            prints the tables
+python tools/predict_residuals.py --write    and writes src/sidestream/predict/residuals.json, which predict.py quotes
 
 Afterwards `make readme` writes the tables into docs/predictor.md.
 """
@@ -23,7 +23,7 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from sidestream import scripts
+from sidestream.commands import shared
 from sidestream.launch import entry
 from sidestream.predict import measured, residuals
 from sidestream.predict.cluster import Cluster
@@ -40,7 +40,7 @@ CPU_LAYERS, OVERLAP = RESULTS / "bench_layer_cpu.json", RESULTS / "overlap_matri
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = scripts.parser(__doc__)
+    parser = shared.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="also write what predict.py quotes")
     options = parser.parse_args(argv)
     found = everything()
@@ -153,4 +153,4 @@ def load(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    scripts.run(main)
+    shared.run(main)

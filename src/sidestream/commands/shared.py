@@ -1,8 +1,9 @@
-"""What the commands with options of their own (`scripts/`, `eval.py`) share: help, Ctrl-C, errors in one line."""
+"""What the commands with options of their own share: help, Ctrl-C, errors in one line."""
 
 import argparse
 import errno
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError, is_of_place
 from sidestream.launch import status
 from sidestream.tracking.untrusted import Unreadable, printable
@@ -22,16 +24,28 @@ def parser(doc: str | None, *, whole: bool = False, **options: Any) -> argparse.
     """Returns a parser whose help is at most 100 columns wide.
 
     Args:
-        doc: The script's docstring.
+        doc: The command's docstring.
         whole: Show all of it, as it is written, not the first line only.
         options: Of ArgumentParser.
     """
     style = argparse.RawDescriptionHelpFormatter if whole else argparse.HelpFormatter
     # argparse itself leaves two columns of the terminal free.
     form: Any = partial(style, width=min(WIDTH, shutil.get_terminal_size().columns - 2))
-    text = (doc or "").strip()
+    text = cli.spelled((doc or "").strip())
     description = text if whole else text.partition("\n")[0]
-    return argparse.ArgumentParser(description=description, formatter_class=form, **options)
+    # None: argparse takes the name of the file.
+    name = " ".join(cli.typed()) if cli.installed() else None
+    return argparse.ArgumentParser(prog=name, description=description, formatter_class=form, **options)
+
+
+def command_line(file: str, argv: list[str] | None) -> str:
+    """Returns what a measurement records as its command.
+
+    Args:
+        file: In the repository, such as `scripts/bench_layer.py`.
+        argv: None: the arguments of this process.
+    """
+    return cli.spelled(shlex.join(["python", file, *(sys.argv[1:] if argv is None else argv)]))
 
 
 def check_place(file: Path | None) -> None:
