@@ -1,4 +1,4 @@
-"""Packed documents: the plan, the rows, and that a model treats a packed document like one on its own (case b6)."""
+"""Packed documents: the plan, the rows, and that a model treats a packed document like one on its own."""
 
 from dataclasses import replace
 from itertools import islice
@@ -189,7 +189,7 @@ def train_packed(rank, world, setup, padding=0):
 
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (2, 2)])
-def test_b6_what_padding_holds_changes_nothing(world, ep):
+def test_what_padding_holds_changes_nothing(world, ep):
     # Loss, gradients, counts and parameters after two steps, to the last bit.
     setup = Setup(ep=ep, steps=2)
     zero, other = (ranks(world).run(train_packed, setup=setup, padding=token) for token in (0, 41))

@@ -86,7 +86,7 @@ def test_forward_and_backward_with_accumulation_into_gradients() -> None:
 
 
 def test_random_numbers_are_drawn_afresh_and_repeat_with_the_seed() -> None:
-    """Case e5: dropout differs between replays, and equals the eager one from the same seed."""
+    """Dropout differs between replays, and equals the eager one from the same seed."""
     out = torch.zeros(3, 64)
 
     def fn() -> None:

@@ -26,7 +26,7 @@ class Library:
     """A library that moves rows between ranks, and what it needs of a machine.
 
     Attributes:
-        name: As its authors write it.
+        name: The library's name as its authors write it.
         modules: What must be importable; the first is the library itself.
         symbol: Class that the package must have: two libraries install under one name.
         install: Commands that install it.
@@ -96,9 +96,9 @@ class Machine:
     """What is known of a machine without starting anything on it.
 
     Attributes:
-        device_type: Of the ranks: `cpu` or `cuda`.
+        device_type: Where the ranks compute: `cpu` or `cuda`.
         gpus: NVIDIA GPUs that torch would see.
-        gpu_names: Of the installed ones, without repetition.
+        gpu_names: Names of the installed GPUs, without repetition.
         capability: Compute capability of the GPUs; None if unknown, or if they differ.
         modules: Of what `LIBRARIES` name, what is here: modules that can be imported, and `module.symbol` for
             classes found in their source text.
@@ -106,7 +106,7 @@ class Machine:
         nvcc_variables: Environment variables that name another compiler which exists.
         nccl: Version of the NCCL wheel; None: no wheel, then torch's build decides.
         nccl_wheel: Name of that wheel, or of the one to install.
-        platform: As `sys.platform`.
+        platform: `sys.platform`.
         torch: Version of torch; None if it is not installed.
     """
 
@@ -181,7 +181,7 @@ def verdict(
     """Says whether an option of a config group runs on a machine.
 
     Args:
-        group: Such as `dispatcher`.
+        group: A config group, such as `dispatcher`.
         option: Its name; with `transport=library` a key of `LIBRARIES`.
         machine: What is there.
         transport: `library` or `torch`, of a dispatcher that has both.

@@ -40,14 +40,14 @@ class Sizes:
 
     Attributes:
         ranks: That share the experts.
-        tokens: Of a rank in one call; every rank has as many.
+        tokens: Tokens of a rank in one call; every rank has as many.
         sequence: Length of a sequence where a call has whole ones, for the advice.
         experts: In total.
-        width: Of an expert.
+        width: Width of an expert.
         num_shared: Shared experts.
-        shared_width: Of all shared experts together.
+        shared_width: Width of all shared experts together.
         shared_gate: Tokens scale the shared expert's output.
-        precision: As `trainer.precision`, or the name of a dtype.
+        precision: A value of `trainer.precision`, or the name of a dtype.
         alignment: Rows per expert, as `fusion.alignment`.
         on_gpu: The ranks compute on NVIDIA GPUs.
         capability: Of these.

@@ -123,7 +123,7 @@ def check_part(group: str, node: DictConfig, cfg: DictConfig) -> None:
     """Checks what a group is about to build, as `check_targets` does.
 
     Args:
-        node: Of the group.
+        node: The group's config.
         cfg: The root config.
     """
     for key, target in _targets(OmegaConf.to_container(node, resolve=True), group):
@@ -148,7 +148,7 @@ def believed(words: Sequence[str]) -> list[str]:
     """Returns what this process trusts: what its command line says, and the user's settings. No folder has a say.
 
     Args:
-        words: Of the command line; the last `trusted_targets=[...]` counts.
+        words: The words of the command line; the last `trusted_targets=[...]` counts.
 
     Raises:
         ConfigError: something there is no name of a package, or the settings cannot be read.

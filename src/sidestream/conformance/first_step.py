@@ -55,7 +55,7 @@ class FirstStep:
     """Puts proxies in front of the user's own parts while it is entered.
 
     Args:
-        step: Of this rank; its model's parts are looked at.
+        step: This rank's step; its model's parts are looked at.
     """
 
     def __init__(self, step: TrainingStep) -> None:

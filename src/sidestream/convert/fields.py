@@ -318,7 +318,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config.json, each checked, with the class's defaults for those that are absent.
 
     Args:
-        config: Of a model type in `FIELDS`.
+        config: A config.json whose model type is in `FIELDS`.
 
     Returns:
         The fields that we read. Spellings that the class does not have are in it only where the file has them.

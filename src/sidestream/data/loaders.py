@@ -101,7 +101,7 @@ def val_loader(
         rank: This rank, in [0, world_size).
         world_size: Number of ranks; must divide B.
         num_batches: At most this many batches; None takes as many as the split fills.
-        packing: As in training.
+        packing: The same as in training.
 
     Raises:
         ConfigError: The split does not fill one batch, or documents are to be packed that have no ends.

@@ -305,7 +305,7 @@ def tokens_to_slots(x: Tensor, layout: Layout, *, top_k: int) -> Tensor:
 
     Args:
         x: `[T, H]`.
-        layout: Of the `T * top_k` routes, token-major.
+        layout: Where the `T * top_k` routes go, token-major.
         top_k: K.
 
     Returns:

@@ -290,7 +290,7 @@ class PackedDispatcher:
     """Moves rows with `all_to_all_single`. See the module.
 
     Args:
-        name: Of the option.
+        name: The option's name, such as `alltoall`.
         packing: What a row that travels stands for.
         capacity_factor: None: eager. A number: static, with room for that many times the mean load per rank.
         alignment: Rows per expert are padded to a multiple of this and of what the experts ask for.

@@ -16,7 +16,7 @@ class Plan:
 
     Attributes:
         offsets: Storage -> first byte.
-        nbytes: Of the block.
+        nbytes: Size of the block.
         live_peak: Most bytes that are needed at the same time; what a perfect plan would take.
     """
 

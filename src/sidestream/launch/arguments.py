@@ -150,8 +150,8 @@ def swept(overrides: Iterable[str], typed: Iterable[str]) -> list[str]:
     """Returns the overrides of a job that tell it from the other jobs of its sweep, as far as names say it.
 
     Args:
-        overrides: Of the job.
-        typed: Of the sweep. One that is the same there was not swept.
+        overrides: Overrides of the job.
+        typed: Overrides of the sweep. One that is the same there was not swept.
     """
     same = {(key_of(part), _squeezed(value_of(part))) for part in typed}
     told = [part for part in overrides if (key_of(part), _squeezed(value_of(part))) not in same]

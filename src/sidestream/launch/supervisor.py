@@ -29,10 +29,10 @@ class Rank:
     """A started rank and, once it has ended, how.
 
     Attributes:
-        killed: By us.
+        killed: The supervisor killed it.
         phase: Where it was seen last.
         silent: Seconds without a sign of life after which it was given up.
-        stopped: By SIGSTOP or a debugger, when it was given up.
+        stopped: It was held by SIGSTOP or a debugger when it was given up.
     """
 
     number: int

@@ -272,7 +272,7 @@ def _milliseconds(seconds: Tensor) -> dict[str, list[float]]:
 
 
 def check(case: Case, x: Tensor, output_gradient: Tensor) -> dict[str, dict[str, float]]:
-    """Compare every arm's output and gradients with the fp32 reference (case j5). Collective.
+    """Compare every arm's output and gradients with the fp32 reference. Collective.
 
     Returns:
         Arm -> relative error of each tensor, the largest over the ranks.

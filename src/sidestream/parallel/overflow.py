@@ -37,7 +37,7 @@ class OverflowCounts:
 
     Attributes:
         events: Attempts of training steps in which some rank needed more rows than its budget.
-        replays: Of these, the ones that were repeated.
+        replays: How many of these attempts were repeated.
         dropped: Routes that training lost (`on_overflow=drop`): those of the attempts that stand.
     """
 
@@ -52,7 +52,7 @@ class BudgetKeeper:
     Args:
         dispatcher: Wired.
         parallel: Groups.
-        device: Of the random numbers that an attempt draws.
+        device: Where an attempt draws its random numbers.
         mean_rows: Rows per rank at perfect balance, `max_tokens x top_k`: a factor is a budget over this.
     """
 

@@ -61,7 +61,7 @@ class Stored:
     """The content of a checkpoint.
 
     Attributes:
-        tensors: By name.
+        tensors: Name -> tensor.
         values: Everything else by name, such as an optimizer's settings.
         paths: Name -> keys that lead to it in the nested state; all of `tensors` and `values`.
     """

@@ -62,9 +62,9 @@ class MoKLibrary:
     """See the module.
 
     Args:
-        tuning: Of the kernels.
+        tuning: Sizes that the kernels are tuned by.
         width: F; None: not known before the first call, which then checks it.
-        num_shared, shared_width, shared_gate: Of the shared expert, as `limits.Sizes` has them.
+        num_shared, shared_width, shared_gate: The shared expert's sizes, as `limits.Sizes` has them.
         library: `mok.functional`, or what stands in for it; None imports it in `wire`, not earlier: the import makes
             a context on whatever device is current.
 

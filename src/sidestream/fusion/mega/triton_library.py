@@ -200,7 +200,7 @@ class TritonLibrary:
         return self._counters.zero_()
 
     def programs(self) -> int:
-        """Of a persistent kernel."""
+        """How many programs a persistent kernel is started with."""
         if self.spec.device.type == "cpu":
             return 2  # one does all the work; the other finds none left
         count = torch.cuda.get_device_properties(self.spec.device).multi_processor_count

@@ -84,7 +84,7 @@ class _Own:
         index: `[T, K]` rows in the result areas of odd or even steps; -1: no row.
         complete: Every route has a row.
         places: `[T, K]` places in all windows' row gradients but for the beginning of the area; -1: no row.
-        parity: Of the step.
+        parity: Whether the step's number is even or odd.
         away: Rows of other ranks among them.
     """
 
