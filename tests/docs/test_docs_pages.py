@@ -18,6 +18,7 @@ CONF = REPOSITORY / "conf"
 SOURCE = REPOSITORY / "src" / "sidestream"
 CONFIGURATION = REPOSITORY / "docs" / "configuration.md"
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+MOE_BLOCK = REPOSITORY / "docs" / "moe_block.md"
 # Files of a run or of the README's example, not of the repository.
 ELSEWHERE = re.compile(
     r"logs/.*|(result|env|launch|tokenizer|manifest)\.json|sweep\.csv|stdout\.log|multirun\.yaml|(metrics|expert_load)\.jsonl|expert_load\.png|overlap\.(json|png|svg)|prediction\.(json|png)|compare\.(md|csv|png|html)|trace_rank\d\.json|<train_file>\.json|metrics\.csv|rank\d\.log|checkpoints|(<run>/)?\.hydra/.*|.*version_N.*"
@@ -83,7 +84,7 @@ def test_the_protocols_are_where_the_page_says():
 
 
 def test_the_schedule_is_quoted_as_it_is_in_the_code():
-    quoted = blocks(ARCHITECTURE, "python")
+    quoted = blocks(MOE_BLOCK, "python")
     assert textwrap.dedent(inspect.getsource(NoOverlap.__call__)) in quoted
 
 

@@ -5,8 +5,9 @@
 
 What the documentation leaves open is taken from what upstream publishes, and marked: [readme] its README,
 [functional] the checks and the order of steps in `mok/functional.py`, [scheduler] its scheduling kernel, [tests] the
-plain computation of its own tests. A port says [port] what a score of zero does to the score's gradient. Where these leave room, the
-double takes what hurts most: memory that nobody wrote is NaN, and a context that backward has used is gone.
+plain computation of its own tests. A port says [port] what a score of zero does to the score's gradient.
+Where these leave room, the double takes what hurts most: memory that nobody wrote is NaN, and a context that backward
+has used is gone.
 
 Legend: T tokens, K routes per token, H features, I expert width, E experts, R ranks, L = E / R local experts,
 S rows of the local experts, padding included.
@@ -143,7 +144,13 @@ class MoK:
             shapes = together(group, ["get_workspace", factor], (num_local_tokens, hidden_size, topk))
             require(all(shape == shapes[0] for shape in shapes), f"shapes differ between ranks: {shapes}")
             self._cache[key] = MoKWorkspace(
-                *(group, dist.get_rank(group), size, device, num_local_tokens, hidden_size, topk),
+                group,
+                dist.get_rank(group),
+                size,
+                device,
+                num_local_tokens,
+                hidden_size,
+                topk,
                 schedule_capacity=num_local_tokens * topk * factor,
             )
         return self._cache[key]
@@ -417,14 +424,24 @@ class MoK:
         gate_shared = _round(x.float() @ gate[0].float().t())
         up_shared = _round(x.float() @ up[0].float().t())
         found = _Rows(
-            *(rows, gate_rows, up_rows, _swiglu(gate_rows, up_rows)),
-            *(gate_shared, up_shared, _swiglu(gate_shared, up_shared)),
+            rows,
+            gate_rows,
+            up_rows,
+            _swiglu(gate_rows, up_rows),
+            gate_shared,
+            up_shared,
+            _swiglu(gate_shared, up_shared),
         )
         kept = [
             tensor.to(torch.bfloat16)
             for tensor in (
-                *(found.x, found.gate_shared, found.gate, found.up_shared, found.up),
-                *(found.hidden_shared, found.hidden),
+                found.x,
+                found.gate_shared,
+                found.gate,
+                found.up_shared,
+                found.up,
+                found.hidden_shared,
+                found.hidden,
             )
         ]
         return MoKForwardContext(*kept), found

@@ -398,19 +398,25 @@ class Handle:
 
 
 PUBLIC = (
-    *(
-        "Algorithm",
-        "Layout",
-        "PassDir",
-        "OverflowPolicy",
-        "ZeroCopyMode",
-        "ExpertIdKind",
-        "Tensor",
-        "LayoutInfo",
-    ),
-    *("GroupConfig", "HandleConfig", "AllocConfig", "DispatchConfig", "CombineConfig"),
-    *("DispatchInputs", "DispatchOutputs", "CombineInputs", "CombineOutputs"),
-    *("DispatchQuantizationRecipe", "CombineQuantizationRecipe"),
+    "Algorithm",
+    "Layout",
+    "PassDir",
+    "OverflowPolicy",
+    "ZeroCopyMode",
+    "ExpertIdKind",
+    "Tensor",
+    "LayoutInfo",
+    "GroupConfig",
+    "HandleConfig",
+    "AllocConfig",
+    "DispatchConfig",
+    "CombineConfig",
+    "DispatchInputs",
+    "DispatchOutputs",
+    "CombineInputs",
+    "CombineOutputs",
+    "DispatchQuantizationRecipe",
+    "CombineQuantizationRecipe",
 )
 
 

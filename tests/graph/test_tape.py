@@ -240,7 +240,8 @@ def test_what_a_graph_cannot_repeat_is_refused_with_its_place(name: str) -> None
         Tape(fn, known)
     assert expected in str(caught.value)
     assert f"graph/test_tape.py:{fn.__code__.co_firstlineno}" in str(caught.value) or name in (
-        *("a size depends on values", "an exchange nobody waits for"),
+        "a size depends on values",
+        "an exchange nobody waits for",
     )
 
 

@@ -15,15 +15,18 @@ from tests.train.fit import compose_run, fit, losses, tensors
 
 # Everything a measurement could disturb: random numbers in the model, load statistics, a static budget, bytes.
 BUSY = [
-    *("overlap=shortcut", "dispatcher=nccl_ep", "dispatcher.capacity_factor=1.1", "link=throttled"),
-    *(
-        "link.gbps=1",
-        "model.dropout=0.1",
-        "router.jitter=0.1",
-        "balance=bias",
-        "balance.z_loss_coefficient=0.01",
-    ),
-    *("data.micro_batch_size=2", "trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=5"),
+    "overlap=shortcut",
+    "dispatcher=nccl_ep",
+    "dispatcher.capacity_factor=1.1",
+    "link=throttled",
+    "link.gbps=1",
+    "model.dropout=0.1",
+    "router.jitter=0.1",
+    "balance=bias",
+    "balance.z_loss_coefficient=0.01",
+    "data.micro_batch_size=2",
+    "trainer.max_steps=5",
+    "callbacks.checkpoint.every_n_steps=5",
 ]
 
 

@@ -271,7 +271,10 @@ class _Fused(_Proxy):
         if not self._look.first("fused", self._layer):
             return pending
         return _Waiting(
-            *(self._look, self._part, self._layer, pending),
+            self._look,
+            self._part,
+            self._layer,
+            pending,
             lambda y: self._judge("fusion", output_problem("its result", y, like=x)),
         )
 

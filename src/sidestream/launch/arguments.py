@@ -19,7 +19,14 @@ from sidestream.tracking.integrity import checkpoints
 LONGEST_NAME = 120  # characters of what tells jobs apart, in the name of a folder
 # Where things lie, whom to trust, and what is in the folder above already.
 _NEVER_IN_NAMES = (
-    *("name", "trusted_targets", "paths", "resume", "resume_sweep", "debug", "logger", "hydra"),
+    "name",
+    "trusted_targets",
+    "paths",
+    "resume",
+    "resume_sweep",
+    "debug",
+    "logger",
+    "hydra",
     "data.cache_dir",
 )
 _SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'", re.DOTALL)

@@ -110,7 +110,7 @@ def account(shape: ModelShape, *, top_k: int, seq_length: int, extra_per_unit: i
 
 
 def _attention(shape: ModelShape) -> tuple[int, int, int]:
-    """Parameters of one attention's projections; features of all its heads, in scores and in values; its norm weights."""
+    """One attention: parameters of its projections; features of all heads, in scores and values; norm weights."""
     hidden, heads = shape.hidden_size, shape.num_heads
     if shape.mla is not None:
         mla: MLAShape = shape.mla

@@ -134,8 +134,14 @@ class BudgetKeeper:
             log.warning(
                 "receive budget: rank %d needed %d rows in MoE layer %d; grown from %d to %d, %s repeated. "
                 "%s.capacity_factor=%s from the start saves this",
-                *(rank, needed, layer, before, self._budget, "step" if trains else "validation batch"),
-                *(self.group, self.factor(self._budget)),
+                rank,
+                needed,
+                layer,
+                before,
+                self._budget,
+                "step" if trains else "validation batch",
+                self.group,
+                self.factor(self._budget),
             )
         return False
 

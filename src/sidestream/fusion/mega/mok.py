@@ -48,8 +48,12 @@ from sidestream.dispatch.base import DispatchSpec
 MODULE = "mok.functional"
 INSTALLED = "github.com/cursor/mixture-of-kittens, built for this GPU (MOK_ARCH=SM100 or SM103)"
 NEEDED = (
-    *("MoKConfig", "get_workspace", "build_schedule"),
-    *("forward", "backward", "recompute_forward_context"),
+    "MoKConfig",
+    "get_workspace",
+    "build_schedule",
+    "forward",
+    "backward",
+    "recompute_forward_context",
 )
 
 
@@ -294,8 +298,13 @@ class MoKPlan:
         seen = needed[self.layer : self.layer + 1]
         seen.copy_(torch.maximum(seen, schedule.num_tokens))
         out, context = mok.forward(
-            *(lib.config, lib.workspace, schedule, x.contiguous(), scores),
-            *(*shared(shared_gate_up), shared_down),
+            lib.config,
+            lib.workspace,
+            schedule,
+            x.contiguous(),
+            scores,
+            *shared(shared_gate_up),
+            shared_down,
             *lib.native(w_gate_up, w_down),
         )
         y.copy_(out)
@@ -316,8 +325,16 @@ class MoKPlan:
             context = mok.recompute_forward_context(*before, x, *shared(shared_gate_up), gate, up)
         self.schedule = self.context = None  # the call uses the context up
         found = mok.backward(
-            *(*before, context, dy.contiguous(), x, scores),
-            *(*shared(shared_gate_up), shared_down, gate, up, down),
+            *before,
+            context,
+            dy.contiguous(),
+            x,
+            scores,
+            *shared(shared_gate_up),
+            shared_down,
+            gate,
+            up,
+            down,
         )
         d_x, d_scores, d_gate, d_up, d_down, d_shared_gate, d_shared_up, d_shared_out = found
         dx.copy_(d_x)

@@ -67,7 +67,7 @@ class Layout:
         row, routes = spec.hidden_size * spec.dtype.itemsize, spec.max_tokens * spec.top_k * 4
         tokens = spec.max_tokens * row
         sizes = 4 * num_ranks, 8 * num_ranks, 4 * num_ranks * max_tiles, routes, routes, routes, routes
-        places = _places(*sizes, *(tokens, tokens, slots * row, slots * 4))
+        places = _places(*sizes, tokens, tokens, slots * row, slots * 4)
         ready, number, done, ids, weights, odd, _, x, grad, rows, row_grads, size = places
         return Layout(
             ready, number, done, ids, weights, x, grad, rows, row_grads, size, routes_size=odd - ids

@@ -65,7 +65,7 @@ class Areas:
         slot = area + 2 * area_size
         size = slot + MAX_SLOTS * slot_size
         return Areas(
-            *(zero, area, area_size, rows, grad, row_grads, places, slot, slot_size, ids, weights, size)
+            zero, area, area_size, rows, grad, row_grads, places, slot, slot_size, ids, weights, size
         )
 
 
