@@ -78,10 +78,10 @@ def describe(source: Path) -> None:
 
 
 def fields() -> None:
-    """Print the tables of docs/huggingface.md."""
+    """Print the tables of docs/huggingface_fields.md."""
     for model_type in FIELDS:
-        print(f"### {model_type}", "", *markdown(model_type), "", sep="\n")
-    print("### Any of them", "", *markdown_common(), sep="\n")
+        print(f"## {model_type}", "", *markdown(model_type), "", sep="\n")
+    print("## Any of them", "", *markdown_common(), sep="\n")
 
 
 def compose_model(options: dict[str, dict[str, Any]]) -> Any:
