@@ -43,7 +43,6 @@ from sidestream.config.schema_training import (
     PythonSource,
     Replicate,
     StepGraph,
-    Strategy,
     TensorBoardLogger,
     TextFiles,
     ThrottledLink,
@@ -97,7 +96,7 @@ class Root:
     )
     graph: Any = part("recording and replaying a whole step")
     link: Any = part("the wire that exchanges see")
-    strategy: Strategy = part("process groups and gradient reduction", Strategy)
+    strategy: Any = part("process groups and gradient reduction")
     optimizer: Any = part("the update", note="Only matrices get weight decay.")
     scheduler: Any = part("the learning rate over the steps")
     data: Any = part("what is trained on, batch sizes")
