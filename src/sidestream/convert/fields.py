@@ -21,7 +21,7 @@ _MOST = 10**9
 
 
 @dataclass(frozen=True)
-class Check:
+class FieldCheck:
     """What values a field may have, in words and as a function of the value."""
 
     expected: str
@@ -36,22 +36,22 @@ def _is_positive(value: Any) -> bool:
     return (_is_int(value) or isinstance(value, float)) and math.isfinite(value) and value > 0
 
 
-def _or_null(check: Check) -> Check:
-    return Check(f"{check.expected}, or null", lambda value: value is None or check.holds(value))
+def _or_null(check: FieldCheck) -> FieldCheck:
+    return FieldCheck(f"{check.expected}, or null", lambda value: value is None or check.holds(value))
 
 
-def _count(most: int) -> Check:
-    return Check(f"an integer from 1 to {most:,}", lambda value: _is_int(value) and 1 <= value <= most)
+def _count(most: int) -> FieldCheck:
+    return FieldCheck(f"an integer from 1 to {most:,}", lambda value: _is_int(value) and 1 <= value <= most)
 
 
 COUNT, FEW = _count(_MOST), _count(100_000)  # FEW: of what has a line of its own somewhere
-POSITIVE = Check("a positive number", _is_positive)
-FLAG = Check("true or false", lambda value: isinstance(value, bool))
-LAYERS = Check(
+POSITIVE = FieldCheck("a positive number", _is_positive)
+FLAG = FieldCheck("true or false", lambda value: isinstance(value, bool))
+LAYERS = FieldCheck(
     "a list of layers from 0",
     lambda value: isinstance(value, list) and all(_is_int(i) and 0 <= i < _MOST for i in value),
 )
-ROPE = Check("an object", lambda value: isinstance(value, dict))
+ROPE = FieldCheck("an object", lambda value: isinstance(value, dict))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Read:
     """Becomes one of our keys, named in `ours`."""
 
     ours: str
-    check: Check
+    check: FieldCheck
 
 
 @dataclass(frozen=True)
@@ -309,11 +309,12 @@ FIELDS: dict[str, dict[str, Field]] = {
             ABSENT,
             Read(
                 "model.sliding_window",
-                _or_null(Check("a count", lambda value: _is_int(value) and value >= 0)),
+                _or_null(FieldCheck("a count", lambda value: _is_int(value) and value >= 0)),
             ),
         ),
         "layer_types": Field(
-            ABSENT, Read("model.sliding_window", _or_null(Check("a list", lambda v: isinstance(v, list))))
+            ABSENT,
+            Read("model.sliding_window", _or_null(FieldCheck("a list", lambda v: isinstance(v, list)))),
         ),
         "use_qk_norm": Field(ABSENT, Only((True,), "queries and keys without norms")),
         "shared_expert_intermediate_size": Field(ABSENT, Only((0, None), "a shared expert")),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from sidestream.config.errors import ConfigError
 from sidestream.data.batch import Batch
 from sidestream.data.corpus import Corpus
-from sidestream.data.packing import PackedDataset, packed_dataset
+from sidestream.data.document_packing import PackedDataset, packed_dataset
 from sidestream.data.sampler import StepSampler
 from sidestream.data.sequences import SequenceDataset
 

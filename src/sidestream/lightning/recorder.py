@@ -40,7 +40,7 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class RunSizes:
     """What turns counts and times into metrics.
 
     Attributes:
@@ -78,7 +78,7 @@ class Recorder:
         folder: RunFolder,
         loggers: Sequence[Logger],
         progress: RichProgress,
-        sizes: Sizes,
+        sizes: RunSizes,
         peak: Peak,
         memory: Callable[[], tuple[int, int]],
     ) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor
 from sidestream.config.errors import ConfigError
 from sidestream.config.mok_limits import (
     UNFUSED,
-    Sizes,
+    MoKSizes,
     Tuning,
     Violation,
     chunk_bytes,
@@ -66,9 +66,9 @@ class MoKLibrary:
     """See the module.
 
     Args:
-        tuning: Sizes that the kernels are tuned by.
+        tuning: MoKSizes that the kernels are tuned by.
         width: F; None: not known before the first call, which then checks it.
-        num_shared, shared_width, shared_gate: The shared expert's sizes, as `limits.Sizes` has them.
+        num_shared, shared_width, shared_gate: The shared expert's sizes, as `config.mok_limits.MoKSizes` has them.
         library: `mok.functional`, or what stands in for it; None imports it in `wire`, not earlier: the import makes
             a context on whatever device is current.
 
@@ -174,7 +174,7 @@ class MoKLibrary:
 
     def _violation(self, **changes: Any) -> Violation | None:
         spec = self.spec
-        sizes = Sizes(
+        sizes = MoKSizes(
             ranks=self.num_ranks,
             tokens=spec.max_tokens,
             hidden=spec.hidden_size,

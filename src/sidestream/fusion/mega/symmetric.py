@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sidestream.fusion.mega.memory import PAGE, Windows, host
+from sidestream.fusion.mega.window_memory import PAGE, Windows, host
 
 ELSEWHERE = "set fusion=grouped dispatcher=alltoall"
 
