@@ -106,7 +106,7 @@ def model_builder(
 
     Args:
         cfg: The root config.
-        vocab_size: As in `model_shape`.
+        vocab_size: See `model_shape`.
         device: Where the parameters live.
         num_sequences: Most sequences of a rank in one forward pass.
         exact: Dispatch without a static budget and without a library, whatever the config says: for evaluation, on

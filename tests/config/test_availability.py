@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream import build
 from sidestream.config import availability, devices, dispatch_check
-from sidestream.config.availability import LIBRARIES, Machine, Verdict, takes_library, verdict
+from sidestream.config.availability import LIBRARIES, Availability, Machine, takes_library, verdict
 from sidestream.config.capabilities import CAPABILITIES, capabilities
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.dispatch_check import LIMITS
@@ -35,7 +35,7 @@ FITS = (
 COMPOSED: dict[tuple[str, ...], DictConfig] = {}  # composing takes most of the time here
 
 
-def of(library: str, machine: Machine, **options: int) -> Verdict:
+def of(library: str, machine: Machine, **options: int) -> Availability:
     return verdict("dispatcher", library, transport="library", machine=machine, **options)
 
 
@@ -170,7 +170,7 @@ def test_everything_else_runs_everywhere(machine: str):
 
 
 def test_grouped_products_that_read_on_the_host_say_so():
-    assert verdict("fusion", "grouped", machine=machines.LAPTOP) == Verdict(True)
+    assert verdict("fusion", "grouped", machine=machines.LAPTOP) == Availability(True)
     assert "compute capability 8.0" in verdict("fusion", "grouped", machine=machines.A100).why
     assert verdict("fusion", "grouped", machine=H100).fix == "set trainer.precision=bf16-mixed"
 

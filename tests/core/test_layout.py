@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sidestream.dispatch.layout import (
-    Layout,
+    RowLayout,
     expert_layout,
     max_slots,
     rows_to_slots,
@@ -195,7 +195,7 @@ def test_rows_without_a_slot_are_zero_whatever_lies_in_the_slots():
 def test_sum_over_routes_is_fp32(every_row):
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
     index = torch.arange(3)
-    layout = Layout(
+    layout = RowLayout(
         index, index, counts=index, offsets=index, needed=index.new_tensor(3), every_row=every_row
     )
     y = sum_routes(rows, layout, top_k=3)

@@ -13,8 +13,12 @@ from sidestream.lightning.checkpoint import checkpoints
 from tests.train.fit import assert_same_run, fit, losses, tensors
 
 STATEFUL = [
-    *("balance=bias", "balance.update_rate=0.01", "router.jitter=0.05", "model.dropout=0.1"),
-    *("trainer.gradient_clip_val=0.5", "callbacks.checkpoint.keep_last=9"),
+    "balance=bias",
+    "balance.update_rate=0.01",
+    "router.jitter=0.05",
+    "model.dropout=0.1",
+    "trainer.gradient_clip_val=0.5",
+    "callbacks.checkpoint.keep_last=9",
 ]
 
 
@@ -107,8 +111,11 @@ def test_error_names_the_keys_of_fusion(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"fusion.on_overflow=error: .* set fusion.capacity_factor="):
         fit(
             tmp_path,
-            *("fusion=mega", "fusion.capacity_factor=0.3", "fusion.on_overflow=error"),
-            *("data.seq_length=64", "router.top_k=2"),
+            "fusion=mega",
+            "fusion.capacity_factor=0.3",
+            "fusion.on_overflow=error",
+            "data.seq_length=64",
+            "router.top_k=2",
         )
 
 

@@ -89,7 +89,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_e1_what_cannot_be_captured_is_refused_before_any_process_starts(name: str) -> None:
+def test_what_cannot_be_captured_is_refused_before_any_process_starts(name: str) -> None:
     overrides, fix = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         compose_run(["dispatcher=nccl_ep", "graph=step", *overrides], world=2)

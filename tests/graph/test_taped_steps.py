@@ -234,7 +234,7 @@ def test_an_overflow_of_a_replayed_step_grows_the_budget_and_captures_anew(dispa
         assert_equal(one, other)
 
 
-# ---- Addresses, and traces of a capture (case e5)
+# ---- Addresses, and traces of a capture
 
 
 def pointers(rank: int, world: int) -> list[list[int]]:
@@ -253,7 +253,7 @@ def pointers(rank: int, world: int) -> list[list[int]]:
     return found
 
 
-def test_e5_addresses_of_inputs_parameters_and_gradients_never_change() -> None:
+def test_addresses_of_inputs_parameters_and_gradients_never_change() -> None:
     for found in ranks(2).run(pointers):
         assert all(each == found[0] for each in found)
 
@@ -344,7 +344,7 @@ def larger_batch_between(rank: int, world: int, *, taped: bool) -> dict[str, Any
     return run.close()
 
 
-def test_e5_a_larger_eager_batch_between_replays_changes_nothing() -> None:
+def test_a_larger_eager_batch_between_replays_changes_nothing() -> None:
     (eager,), (taped,) = (ranks(1).run(larger_batch_between, taped=taped) for taped in (False, True))
     assert_equal(eager, taped)
 

@@ -62,7 +62,7 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(phase, "read", read)
     monkeypatch.setattr(silence, "look_at", lambda pid: system.get(pid))
     monkeypatch.setattr(supervisor, "kill_group", kill)
-    ranks = [supervisor.Rank(number, fake) for number, fake in enumerate(fakes)]
+    ranks = [supervisor.RankProcess(number, fake) for number, fake in enumerate(fakes)]
     signals = processes.Signals()
 
     def run() -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidestream.exchange import ops
-from sidestream.fusion.mega.memory import PeerLost
+from sidestream.fusion.mega.window_memory import PeerLost
 from sidestream.launch import failures, phase, waiting
 from sidestream.launch.failures import Failure
 from sidestream.launch.waiting import LostExchange

@@ -12,7 +12,7 @@ from sidestream.commands import bench_layer
 from sidestream.measure import layer, peers
 from sidestream.measure.arms import compose_layer
 from sidestream.measure.layer import Job, run_job
-from sidestream.measure.memory import peak_growth
+from sidestream.measure.peak_memory import peak_growth
 from sidestream.measure.problem import make_tokens, make_weights, route
 from sidestream.measure.rounds import order_of_round
 from sidestream.measure.shapes import LayerShape, parse_case

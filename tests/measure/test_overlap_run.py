@@ -21,14 +21,16 @@ from tests.rank_pool import ranks
 from tests.train.fit import CONF
 
 MICRO = [
-    *(
-        "model.hidden_size=64",
-        "model.ffn_hidden_size=64",
-        "model.expert_hidden_size=64",
-        "model.num_experts=4",
-    ),
-    *("data.seq_length=16", "trainer.pin_cpu=false", "trainer.accelerator=cpu", "trainer.devices=2"),
-    *("measure.rounds=2", "measure.warmup=0"),
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=64",
+    "model.expert_hidden_size=64",
+    "model.num_experts=4",
+    "data.seq_length=16",
+    "trainer.pin_cpu=false",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "measure.rounds=2",
+    "measure.warmup=0",
 ]
 
 
@@ -58,11 +60,21 @@ def test_the_files_of_a_measurement(tmp_path: Path):
     out = tmp_path / "elsewhere"
     result = run(
         tmp_path / "run",
-        *("overlap=two_batch", "dispatcher=nccl_ep", "dispatcher.capacity_factor=0.5", "link=throttled"),
-        *("measure.compute=sleep", "measure.comm_share=0.5", f"measure.out={out}", "measure.trace=true"),
+        "overlap=two_batch",
+        "dispatcher=nccl_ep",
+        "dispatcher.capacity_factor=0.5",
+        "link=throttled",
+        "measure.compute=sleep",
+        "measure.comm_share=0.5",
+        f"measure.out={out}",
+        "measure.trace=true",
     )
     assert sorted(path.name for path in out.iterdir()) == [
-        *("overlap.json", "overlap.png", "overlap.svg", "trace_rank0.json", "trace_rank1.json")
+        "overlap.json",
+        "overlap.png",
+        "overlap.svg",
+        "trace_rank0.json",
+        "trace_rank1.json",
     ]
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert result.keys() == RunResult(status="finished").as_dict().keys()

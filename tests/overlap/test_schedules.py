@@ -1,6 +1,6 @@
 """Every schedule computes the same numbers overlapped, serial, with late weight gradients and from any slot.
 
-Bit for bit, in every combination, under pauses that shift the ranks against each other (case f1).
+Bit for bit, in every combination, under pauses that shift the ranks against each other.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def test_any_slot_gives_the_same_bits() -> None:
     ],
 )
 @pytest.mark.sample(3)
-def test_f1_a_rank_without_tokens_changes_no_order(name: str, reduction: str, late: bool) -> None:
+def test_a_rank_without_tokens_changes_no_order(name: str, reduction: str, late: bool) -> None:
     """Every token to the experts of rank 0, or rank 1 with padding alone: neither shows in the exchanges."""
     case = CASES[name]
     options = {"ep": 2, "balance": "bias", "steps": 1, "recompute": True, "reduction": reduction}

@@ -81,7 +81,7 @@ def test_metrics_agree_with_each_other(tmp_path):
 
 
 @pytest.mark.full
-def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
+def test_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
     for job in (0, 1):
         fit(tmp_path / str(job), *WANDB, f"seed={job}", picture=True)
     with pytest.raises(AssertionError, match=r"is (nan|inf); lower optimizer\.lr"):
@@ -109,7 +109,7 @@ def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_mark
 
 
 @pytest.mark.parametrize("crashed", [pytest.param(False, marks=pytest.mark.full), True])
-def test_i4_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path, crashed):
+def test_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path, crashed):
     if crashed:  # 6 steps were logged, the newest checkpoint is of step 3
         fit(tmp_path, *WANDB, "callbacks.checkpoint.every_n_steps=3", picture=True)
         (tmp_path / "checkpoints" / "step-00000006").rename(tmp_path / "gone")

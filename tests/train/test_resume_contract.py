@@ -150,23 +150,35 @@ TRIED: dict[str, Tried] = {
 }
 # Whose update is another one: the bits differ from the next step on.
 OTHER_BITS = {
-    *("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum"),
-    *("trainer.gradient_clip_val", "scheduler.warmup_steps", "scheduler.min_ratio", "scheduler._target_"),
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.momentum",
+    "trainer.gradient_clip_val",
+    "scheduler.warmup_steps",
+    "scheduler.min_ratio",
+    "scheduler._target_",
     "trainer.precision",
 }
 # No rank computes with them. Where they are read is tested elsewhere.
 NOT_TRAINED_WITH = {
-    *("strategy._target_", "strategy.reshard_after_forward"),  # below, with a config of their own
-    *("trainer.devices", "trainer.num_nodes", "trainer.threads_per_rank", "trainer.pin_cpu"),  # the launcher
-    *(
-        "trainer.peak_tflops",
-        "callbacks.progress.enabled",
-        "paths.log_dir",
-        "paths.cache_dir",
-        "name",
-        "debug",
-    ),
-    *("resume", "trusted_targets", "initial_weights", "graph.lint"),  # `CASES` has the last two
+    "strategy._target_",
+    "strategy.reshard_after_forward",  # below, with a config of their own
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.threads_per_rank",
+    "trainer.pin_cpu",  # the launcher
+    "trainer.peak_tflops",
+    "callbacks.progress.enabled",
+    "paths.log_dir",
+    "paths.cache_dir",
+    "name",
+    "debug",
+    "resume",
+    "trusted_targets",
+    "initial_weights",
+    "graph.lint",  # `CASES` has the last two
     *(key for key in RULES if key.startswith(("logger.", "predict."))),
 }
 # Of this command, or in `CASES`, or never taken from a folder.

@@ -23,7 +23,7 @@ from sidestream.commands import shared
 from sidestream.config.place import CONF
 from sidestream.config.schema import register
 from sidestream.data.batch import Batch
-from sidestream.launch.memory import keep_freed_memory
+from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.worker import RankEnv
 from sidestream.measure import environment
 from sidestream.measure.overlap_work import UnitWork, unit_input

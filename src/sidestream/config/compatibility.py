@@ -60,7 +60,7 @@ def check(
     Args:
         cfg: The root config.
         world_size: Ranks that exist already (torchrun); None lets the config decide.
-        local_world_size: Of these, the ranks on this machine; None means world_size / num_nodes.
+        local_world_size: How many of these ranks are on this machine; None means world_size / num_nodes.
         device_count: GPUs of this machine; None counts them.
         machine: Where the ranks run, if not here.
         predicts: Nothing is trained, so what cannot be is allowed.

@@ -70,7 +70,7 @@ def check_dispatch(cfg: DictConfig, layout: Layout, *, machine: Machine | None =
 
     Args:
         cfg: The root config.
-        layout: Of the ranks.
+        layout: How many ranks there are, and how they share experts.
         machine: Where they run; None looks at this one, if it matters.
 
     Raises:

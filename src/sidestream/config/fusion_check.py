@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
-from sidestream.config.mok_limits import Sizes, first_violation
+from sidestream.config.mok_limits import MoKSizes, first_violation
 
 if TYPE_CHECKING:
     from sidestream.config.compatibility import Layout
@@ -107,7 +107,7 @@ def _check_mok(cfg: DictConfig, layout: Layout) -> None:
     model = cfg.model
     width = model.expert_hidden_size
     violation = first_violation(
-        Sizes(
+        MoKSizes(
             ranks=layout.expert_parallel_size,
             tokens=layout.micro_batch_size * cfg.data.seq_length,
             sequence=cfg.data.seq_length,

@@ -89,8 +89,8 @@ def check_limits(name: str, spec: DispatchSpec, *, ranks: int, on_host: int, ali
     """What `config.dispatch_check` says of a config, for the values that are used in the end.
 
     Args:
-        name: Of the option.
-        spec: As given to `wire`.
+        name: The option's name, such as `nccl_ep`.
+        spec: What `wire` was given.
         ranks: R.
         on_host: Ranks that share a host.
         align: Rows per expert are padded to a multiple.

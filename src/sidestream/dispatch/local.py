@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing
 from sidestream.dispatch.layout import (
-    Layout,
+    RowLayout,
     expert_layout,
     max_slots,
     rows_to_slots,
@@ -24,7 +24,7 @@ class LocalPlan:
     """Expert-major order of the local routes."""
 
     routing: Routing
-    layout: Layout
+    layout: RowLayout
 
     def rows(self) -> int:
         return self.layout.row_of_slot.numel()

@@ -29,7 +29,7 @@ from sidestream.dispatch.base import DispatchSpec, Received, Routing, receive_bu
 from sidestream.dispatch.cap import cap_routing, needed_rows
 from sidestream.dispatch.counter import RowCounter
 from sidestream.dispatch.layout import (
-    Layout,
+    RowLayout,
     expert_layout,
     rows_to_slots,
     sum_routes,
@@ -101,7 +101,7 @@ class PackedPlan:
         self.num_local = self.spec.num_experts // self.channel.size
         self.columns = dispatcher.packing.columns(top_k, self.channel.size)
         self.routes_per_row = 1 if dispatcher.packing.per_route and self.channel.size > 1 else top_k
-        self.unpack: Layout | None = None
+        self.unpack: RowLayout | None = None
         capped = dispatcher.capped and self.channel.size > 1
         self._histogram = Histogram(routing.expert_ids, self.spec, self.channel) if capped else None
         if self.channel.size > 1 and not capped:
@@ -168,7 +168,7 @@ class PackedPlan:
         return _Sizes(torch.tensor(leave), torch.tensor(arrive), sum(leave), sum(arrive), ends[-1], *exact)
 
     @cached_property
-    def pack(self) -> Layout:
+    def pack(self) -> RowLayout:
         """Columns of the tokens in the order in which their rows leave."""
         eager = self.dispatcher.budget is None
         exact = eager and not self.dispatcher.even
@@ -210,7 +210,7 @@ class PackedPlan:
             return rows_to_slots(weights.reshape(-1, 1), self.pack)
         return tokens_to_slots(weights, self.pack, top_k=self.columns)
 
-    def arrange(self, ids_NJ: Tensor) -> Layout:
+    def arrange(self, ids_NJ: Tensor) -> RowLayout:
         """Expert-major order of received rows' routes; notes what was needed."""
         d, sizes = self.dispatcher, None if self.channel.size == 1 else self.sizes
         if sizes is not None and d.budget is not None and not d.even:
@@ -262,7 +262,7 @@ class _PendingAlone:
         return _received(self.plan, layout, self.x, self.plan.routing.weights)
 
 
-def _received(plan: PackedPlan, layout: Layout, rows_NH: Tensor, weights_NJ: Tensor) -> Received:
+def _received(plan: PackedPlan, layout: RowLayout, rows_NH: Tensor, weights_NJ: Tensor) -> Received:
     host_offsets = None if plan.channel.size == 1 else plan.sizes.host_offsets
     return Received(
         tokens_to_slots(rows_NH, layout, top_k=plan.routes_per_row),
@@ -290,7 +290,7 @@ class PackedDispatcher:
     """Moves rows with `all_to_all_single`. See the module.
 
     Args:
-        name: Of the option.
+        name: The option's name, such as `alltoall`.
         packing: What a row that travels stands for.
         capacity_factor: None: eager. A number: static, with room for that many times the mean load per rank.
         alignment: Rows per expert are padded to a multiple of this and of what the experts ask for.

@@ -41,7 +41,7 @@ from sidestream.measure.dispatch_routing import (
     necessary,
 )
 from sidestream.measure.layer import DTYPES
-from sidestream.measure.memory import peak_on
+from sidestream.measure.peak_memory import peak_on
 from sidestream.measure.problem import describe_ids
 from sidestream.measure.rounds import time_rounds, timed
 from sidestream.measure.shapes import LayerShape

@@ -27,7 +27,7 @@ from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.none import NoGraph
 from sidestream.graph.step import MIN_WARMUP, StepGraph
-from sidestream.measure.memory import peak_on
+from sidestream.measure.peak_memory import peak_on
 from sidestream.measure.rounds import time_rounds
 from sidestream.measure.summary import summarize
 from sidestream.parallel.mesh import build_parallel

@@ -20,7 +20,7 @@ from torch import Tensor
 from sidestream.measure import peers
 from sidestream.measure.arms import GEMM, Arm, dense_arm, gemm_arm, sidestream_arm
 from sidestream.measure.dispatch_routing import activation_bytes
-from sidestream.measure.memory import peak_growth
+from sidestream.measure.peak_memory import peak_growth
 from sidestream.measure.problem import (
     Answer,
     Weights,
@@ -31,8 +31,8 @@ from sidestream.measure.problem import (
     reference,
 )
 from sidestream.measure.rounds import call, run_rounds
+from sidestream.measure.sent_bytes import CountBytes
 from sidestream.measure.shapes import LayerShape
-from sidestream.measure.traffic import CountBytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Largest accepted distance from the fp32 reference, |arm - reference| / |reference|: of a whole tensor, and of the
@@ -272,7 +272,7 @@ def _milliseconds(seconds: Tensor) -> dict[str, list[float]]:
 
 
 def check(case: Case, x: Tensor, output_gradient: Tensor) -> dict[str, dict[str, float]]:
-    """Compare every arm's output and gradients with the fp32 reference (case j5). Collective.
+    """Compare every arm's output and gradients with the fp32 reference. Collective.
 
     Returns:
         Arm -> relative error of each tensor, the largest over the ranks.

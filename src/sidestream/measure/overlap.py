@@ -75,7 +75,7 @@ class Measured:
         return (of_arm.sum(dim=1) if name == BOTH else of_arm[:, self.passes.index(name)]).tolist()
 
     def milliseconds(self, arm: str, name: str = BOTH) -> list[float]:
-        """Of each round, as they are written to files: every figure of them comes from these."""
+        """Milliseconds of each round, as they are written to files: every figure of them comes from these."""
         return [round(1e3 * value, 4) for value in self.rounds_of(arm, name)]
 
     def median(self, arm: str, name: str = BOTH) -> float:
@@ -102,7 +102,7 @@ class Measured:
         return [(s - o) / min(c, m) for c, m, s, o in rounds if min(c, m) > NOISE_S]
 
     def bars(self, arm: str) -> list[list[Bar]]:
-        """Of this rank, per pass."""
+        """The parts of this rank's timeline, per pass."""
         return [trace.bars() for trace in self.traces[arm]]
 
     def hidden_seconds(self, arm: str = "overlapped") -> tuple[float, float]:

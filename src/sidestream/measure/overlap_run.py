@@ -35,7 +35,7 @@ from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import TrainingStep
 from sidestream.parallel.world import join_world, leave_world
 from sidestream.tracking.folder import RunFolder, write_json_atomic
-from sidestream.tracking.result import Overlap, RunResult
+from sidestream.tracking.result import OverlapResult, RunResult
 
 SCHEMA_VERSION = 1
 VOCAB_SIZE = 256
@@ -301,10 +301,10 @@ def _emulated(record: dict[str, Any]) -> list[str]:
     return told
 
 
-def _overlap(record: dict[str, Any]) -> Overlap:
+def _overlap(record: dict[str, Any]) -> OverlapResult:
     last = list(record["passes"].values())[-1]
     medians = {arm: last["ms"][arm]["median"] for arm in ARMS}
-    return Overlap(
+    return OverlapResult(
         compute_ms=medians["compute"],
         comm_ms=medians["communication"],
         serial_ms=medians["serial"],
@@ -355,7 +355,7 @@ def _result(record: dict[str, Any], launch: Launch) -> RunResult:
         command=launch.command,
         choices=launch.choices,
         **{key: record[key] for key in kept},
-        overlap=Overlap(**record["overlap"]),
+        overlap=OverlapResult(**record["overlap"]),
         versions=record["versions"],
         commit=f"{record['commit']}{dirty}" if record["commit"] else None,
     )

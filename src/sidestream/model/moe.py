@@ -143,7 +143,7 @@ class Experts(nn.Module):
         """The weights as `forward` takes them to compute their gradients late, see `fusion.late`.
 
         Args:
-            dtype: Of the rows.
+            dtype: Dtype of the rows.
         """
         gradients = (Late(), Late())
         weights = (
@@ -173,14 +173,14 @@ class MoE(nn.Module):
     def __init__(self, shape: ModelShape, parts: MoEParts, *, layer: int, ledger: Ledger) -> None:
         super().__init__()
         self.parts, self.layer, self.ledger = parts, layer, ledger
-        # Gate and bias are fp32 in every precision: rounding them changes choices (cases d1, d3).
+        # Gate and bias are fp32 in every precision: rounding them changes choices.
         self.gate = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32))
         first, last = parts.expert_range
         self.experts = Experts(shape, num_local=last - first, fusion=parts.fusion)
         shared = GatedSwiGLU if shape.shared_expert_gate else SwiGLU
         self.shared_expert = shared(shape.hidden_size, shape.shared_width) if shape.shared_width else None
         self.recompute = shape.activation_checkpointing
-        # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
+        # Updated in place at commit, never replaced: savers hold this very tensor.
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
         self.jitter = getattr(parts.router, "jitter", 0.0)
         self._numbers = "first" in inspect.signature(parts.router).parameters
@@ -202,7 +202,7 @@ class MoE(nn.Module):
 
         Args:
             x: What gate and routed experts read.
-            context: Of its tokens.
+            context: Documents and padding of its tokens.
             serial: See `RoutedPath`; None: where the schedule has `enabled=False`.
             delay_wgrad: See `RoutedPath`.
             avoid: `[T, K]` int64, experts that a token must not choose, -1 for none.
@@ -301,7 +301,7 @@ class MoE(nn.Module):
         return run(self.shared_expert.out, inner, x, recompute=self.recompute)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32 (case d1)."""
+        """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32."""
         if recurse:
             for child in self.children():
                 child._apply(fn)

@@ -19,7 +19,7 @@ class Schedule(Protocol):
     """An overlap option: decides the order of work in a unit.
 
     Attributes:
-        name: Of the option.
+        name: The option's name, such as `chunked`.
         enabled: False: paths of `unit.moe` wait where they start. Nothing else may change with it.
         changes_model: It computes another function than `overlap=none`.
     """
@@ -152,7 +152,7 @@ class FusedPath:
     """Dispatch, experts, combine of one routing as one operation: `fusion=mega`.
 
     Args:
-        x, routing, serial: As for `RoutedPath`.
+        x, routing, serial: See `RoutedPath`.
         begin: Starts the operation on `[T, H]` rows.
     """
 

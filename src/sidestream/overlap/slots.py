@@ -101,8 +101,8 @@ class SlotSearch:
         """After each step on every rank; after the measured ones the slots are decided. Collective once.
 
         Args:
-            group: Of all ranks.
-            device: Of the group's tensors.
+            group: All ranks.
+            device: Where tensors of the group must lie.
         """
         self._count += 1
         if not self._measures or self._count < MEASURED_STEPS:

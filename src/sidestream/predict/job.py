@@ -60,7 +60,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in one forward pass."""
+        """Tokens of a rank in one forward pass."""
         return self.micro_batch_size * self.seq_length
 
     @property

@@ -76,7 +76,7 @@ class Step:
 
 
 def attention_seconds(job: Job, cluster: Cluster, flops: ForwardFlops, block: int) -> Both:
-    """Of one attention with its norm and its residual."""
+    """Seconds of one attention with its norm and its residual."""
     shape, tokens = job.shape, job.tokens
     projections = flops.projections * tokens / cluster.products(job.math)
     scores = flops.scores[block] * tokens / cluster.attention_flops
@@ -94,7 +94,7 @@ def attention_seconds(job: Job, cluster: Cluster, flops: ForwardFlops, block: in
 
 
 def feed_forward_seconds(job: Job, cluster: Cluster, width: int, *, overhead: bool = True) -> Both:
-    """Of a gated feed-forward with its norm and residual; nothing if it has no width."""
+    """Seconds of a gated feed-forward with its norm and residual; nothing if it has no width."""
     if not width:
         return NOTHING
     tokens, hidden = job.tokens, job.shape.hidden_size
@@ -207,17 +207,17 @@ class MicroBatch:
     head: float
 
     def sum(self, name: str) -> float:
-        """Of a field or property of all passes of units."""
+        """A field or property, summed over all passes of units."""
         return sum(getattr(one, name) for both in self.units for one in both)
 
     @property
     def seconds(self) -> float:
-        """As scheduled."""
+        """Seconds of the micro-batch in the order of work that the schedule chooses."""
         return self.sum("seconds") + self.dense + self.head
 
     @property
     def backward(self) -> float:
-        """Of the units' backward passes."""
+        """Seconds of the units' backward passes."""
         return sum(backward.seconds for _, backward in self.units)
 
 
@@ -287,7 +287,7 @@ def _takes_block_before(job: Job, block: int) -> bool:
 
 
 def parameters(job: Job) -> tuple[float, float]:
-    """Of one rank: (dense, experts), the stages having equal shares."""
+    """Parameters of one rank: (dense, experts), the stages having equal shares."""
     counted = account(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
     expert = 3 * job.shape.hidden_size * job.shape.expert_hidden_size
     layers = len(job.shape.moe_blocks) + job.shape.num_mtp_layers
@@ -297,7 +297,7 @@ def parameters(job: Job) -> tuple[float, float]:
 
 
 def _exposed_inside(job: Job, cluster: Cluster, layers: int) -> float:
-    """Of a fused path: what its transfers take longer than its products, forward and backward of all layers."""
+    """Seconds of a fused path: what its transfers take longer than its products, forward and backward of all layers."""
     if not job.schedule.fused or cluster.kind == "cpu":
         return 0.0
     both = layer_seconds(job.layer(cluster), cluster)

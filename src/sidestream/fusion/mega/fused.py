@@ -129,7 +129,7 @@ class MegaExperts:
         return self.backend.bytes_sent()
 
     def metadata_bytes_sent(self) -> int:
-        """Of these, the ones that are no rows."""
+        """How many of `bytes_sent` are no rows: counts, expert ids, routing weights."""
         return self.backend.metadata_bytes_sent()
 
     def close(self) -> None:
@@ -150,9 +150,9 @@ class MegaExperts:
 
         Args:
             x: `[T, H]`.
-            routing: Of its tokens.
-            weights: Of the local experts, `[L, H, 2F]` and `[L, F, H]`, and those of the shared expert where the
-                library computes it; in the dtype of `x`.
+            routing: The routing of these tokens.
+            weights: Weights of the local experts, `[L, H, 2F]` and `[L, F, H]`, and those of the shared expert where
+                the library computes it; in the dtype of `x`.
             layer: Index among the MoE layers.
             recompute: Keep no activation for the backward.
 

@@ -17,7 +17,7 @@ from sidestream.measure.overlap_picture import both_arms
 from sidestream.measure.overlap_report import OverlapReport, ratio
 from sidestream.measure.overlap_work import UnitWork, preserved, unit_input
 from sidestream.model.transformer import MoETransformer
-from sidestream.tracking.result import Overlap
+from sidestream.tracking.result import OverlapResult
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ class ReportOverlap(Callback):
         figures = f"E_hide {ratio(self.last.e_hide)}, at most {ratio(self.last.bound)} with this schedule"
         return {"title": lines, "figures": figures, **self._arms}
 
-    def result(self) -> Overlap | None:
+    def result(self) -> OverlapResult | None:
         """The entry `overlap` of result.json."""
         if self.last is None:
             return None
-        return Overlap(
+        return OverlapResult(
             compute_ms=1e3 * self.last.t_comp,
             comm_ms=1e3 * self.last.t_comm,
             serial_ms=1e3 * self.last.t_serial,
