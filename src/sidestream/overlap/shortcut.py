@@ -38,7 +38,8 @@ class ShortcutOverlap(Overlap):
     """See the module and `Overlap`.
 
     Args:
-        tap: Where the routed experts read. `auto`: pos2 where a dense block is in front, else pos1.
+        tap: Where the routed experts read. `auto`: pos2. Without a dense block in front it is pos1; training refuses
+            to be asked for another one there.
         mix: `add`: shared + routed. `cg1`: sigmoid(w x) * shared + routed. `cg2`: both weighted by a softmax of two
             scores. x is what the shared expert reads; the paper does not say which of the two inputs it means.
         tap_norm: A norm of its own on what gate and routed experts read (Megatron-Core's
@@ -86,7 +87,7 @@ class ShortcutOverlap(Overlap):
         return self.tap != "pos1"
 
     def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
-        tap = self.tap if self.tap != "auto" else "pos2" if unit.before is not None else "pos1"
+        tap = "pos1" if unit.before is None else "pos2" if self.tap == "auto" else self.tap
         x, steps = self._steps(unit, h, context, tap)
         x, read = fork(x, 2)
         read, shared = unit.extra["tap_norm"](read) if self.tap_norm else read, _Shared(unit)

@@ -76,7 +76,12 @@ class SlotSearch:
     Args:
         fixed: The slot, or None to measure.
         enabled: A serial schedule has nothing to gain and is not measured.
+
+    Attributes:
+        num_steps: Beside the path of the unit that was begun last.
     """
+
+    num_steps = 0
 
     def __init__(self, *, fixed: int | None, enabled: bool) -> None:
         self.fixed, self._measures = fixed, fixed is None and enabled
@@ -92,7 +97,7 @@ class SlotSearch:
 
     def begin(self, tap: str, steps: list[str], *, training: bool) -> tuple[int, Clock | None]:
         """The slot for a pass through a unit, and a clock while times are being measured."""
-        self._steps[tap] = steps
+        self._steps[tap], self.num_steps = steps, len(steps)
         slot = self.found.get(tap, len(steps) - 1) if self.fixed is None else min(self.fixed, len(steps))
         measures = self._measures and training and torch.is_grad_enabled()
         return slot, self._clocks[tap] if measures else None

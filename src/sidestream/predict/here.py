@@ -19,7 +19,6 @@ from sidestream.predict.job import Job
 from sidestream.predict.layer import Mover
 from sidestream.predict.memory import Memory, memory
 from sidestream.predict.read import BYTES_OF_TEXT, MATH, cluster_of, sharding, state_bytes
-from sidestream.predict.schedules import Schedule
 from sidestream.predict.traffic import Routes
 
 # What is kept for the backward pass is estimated from above; what cannot fit needs this share of it for sure.
@@ -84,7 +83,6 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
             reads_counts=True,
             slots=min(factor if isinstance(factor, int | float) else 1.0, layout.expert_parallel_size),
         ),
-        schedule=Schedule(name="none"),
         seq_length=cfg.data.seq_length,
         micro_batch_size=layout.micro_batch_size,
         micro_batches=layout.accumulation,
