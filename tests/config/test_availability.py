@@ -264,7 +264,7 @@ def test_tokens_are_counted_as_the_schedule_counts_them(compose: Compose, schedu
     layout = Layout(1, 1, 1, 1, micro_batch_size=3, accumulation=1, device_type="cpu")
     padding = build.padding_rows(cfg, 75)
     assert bool(padding) == bool(overrides)
-    wanted = build.tokens_per_plan(build.make(cfg, "overlap"), 3, 25, padding)
+    wanted = build.make_schedule(cfg).tokens_per_plan(3, 25, padding=padding)
     assert dispatch_check.max_tokens(cfg, layout) == wanted
 
 

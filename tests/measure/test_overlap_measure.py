@@ -18,7 +18,7 @@ from sidestream.measure.overlap_work import StepWork, UnitWork, unit_input
 from sidestream.model.block import MoEUnit
 from sidestream.model.moe import local
 from sidestream.overlap import slots
-from sidestream.overlap.base import Overlap
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
@@ -76,9 +76,9 @@ def traced(measured: Measured) -> float:
 def asleep(rank: int, world: int, name: str, broken: bool = False) -> dict[str, float]:
     """Measure a schedule by a clock that only sleeping parts and the throttled link move on."""
     bench = make_bench(setup_for(name), rank, world)
-    original = Overlap.path
+    original = Schedule.path
     if broken:  # waits for every transfer where it starts: right numbers, and nothing hidden
-        Overlap.path = lambda self, unit, routed, *, measured=False: original(  # type: ignore[method-assign]
+        Schedule.path = lambda self, unit, routed, *, measured=False: original(  # type: ignore[method-assign]
             self, unit, routed, measured=True
         )
     try:
@@ -92,7 +92,7 @@ def asleep(rank: int, world: int, name: str, broken: bool = False) -> dict[str, 
         found = [reached(measured), traced(measured), report.comm_share or 0.0, report.bound or 0.0]
         return dict(zip(("reached", "traced", "share", "bound"), found))
     finally:
-        Overlap.path = original  # type: ignore[method-assign]
+        Schedule.path = original  # type: ignore[method-assign]
         bench.close()
         bench.work.model.parts.dispatcher.close()
 

@@ -260,7 +260,7 @@ class Bench:
 
     def search_slot(self, parallel: Parallel) -> None:
         """Let a schedule that looks for the best slot do so, under the conditions that are measured."""
-        slots = getattr(self.schedule, "slots", None)
+        slots = self.schedule.slots
         if slots is None:
             return
         self.schedule.enabled = True

@@ -251,8 +251,8 @@ def _ms(seconds: list[float]) -> list[float]:
 def _schedule(bench: Bench) -> dict[str, Any]:
     """The schedule's choices, with what `auto` came to."""
     schedule = bench.schedule
-    slots = getattr(schedule, "slots", None)
-    told = {"name": getattr(schedule, "name", type(schedule).__name__)}
+    slots = schedule.slots
+    told: dict[str, Any] = {"name": schedule.name}
     for key in ("tap", "num_chunks", "delay_wgrad"):
         if hasattr(schedule, key):
             told[key] = getattr(schedule, key)

@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from sidestream.fusion.late import Late
 from sidestream.model.block import DenseBlock, MoEUnit
 from sidestream.model.context import PLAIN, TokenContext
-from sidestream.model.moe import LateWeights, MoE, Routed
+from sidestream.model.moe import LateWeights, MoE
+from sidestream.routing.router import Routed
 
 ASLEEP = (
     "attention",

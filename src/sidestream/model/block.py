@@ -12,7 +12,7 @@ from sidestream.model.config import ModelShape
 from sidestream.model.context import TokenContext
 from sidestream.model.layers import RMSNorm, SwiGLU, run
 from sidestream.model.moe import Ledger, MoE, MoEParts
-from sidestream.overlap.path import Schedule
+from sidestream.overlap.base import Schedule
 
 
 class _AttentionBranch(nn.Module):
@@ -70,10 +70,9 @@ class MoEUnit(_AttentionBranch):
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.moe = MoE(shape, parts, layer=layer, ledger=ledger)
         self.schedule = schedule
-        self.moe.runs_serially = lambda: not getattr(schedule, "enabled", True)
+        self.moe.runs_serially = lambda: not schedule.enabled
         self._before = (before,)  # in a tuple it is no submodule
-        make_extra = getattr(schedule, "extra", None)  # a user's own schedule may add nothing
-        self.extra = nn.ModuleDict(make_extra(shape) if make_extra is not None else {})
+        self.extra = nn.ModuleDict(schedule.extra(shape))
 
     @property
     def before(self) -> DenseBlock | None:

@@ -13,8 +13,8 @@ Legend: T tokens, H features, E experts in total, L local experts, F expert widt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from sidestream.dispatch.base import Dispatcher, Received, Routing
+from sidestream.dispatch.base import Dispatcher, Received
 from sidestream.fusion.base import Fused, Fusion
 from sidestream.fusion.late import Late
 from sidestream.model.config import ModelShape
@@ -33,7 +33,7 @@ from sidestream.model.layers import GatedSwiGLU, SwiGLU, run
 from sidestream.model.ledger import Ledger
 from sidestream.overlap.path import FusedPath, Path, RoutedPath
 from sidestream.routing.balance import Balance
-from sidestream.routing.router import Decision, Router, joined
+from sidestream.routing.router import Routed, Router
 from sidestream.routing.scores import jitter, z_loss
 
 
@@ -54,44 +54,6 @@ class MoEParts:
     expert_range: tuple[int, int]
     tokens_per_plan: int = 0
     fused: Fused | None = None
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Tokens with the router's decision for them.
-
-    Attributes:
-        x_TH: `[T, H]`, what the routed experts read.
-        decision: For these tokens.
-        logits_TE: `[T, E]` fp32.
-        seq_length: Tokens per sequence.
-    """
-
-    x_TH: Tensor
-    decision: Decision
-    logits_TE: Tensor
-    seq_length: int
-
-    @staticmethod
-    def joined(parts: Sequence[Routed]) -> Routed:
-        """One after another, as if they had been routed together."""
-        return Routed(
-            torch.cat([part.x_TH for part in parts]),
-            joined([part.decision for part in parts]),
-            torch.cat([part.logits_TE for part in parts]),
-            parts[0].seq_length,
-        )
-
-    def chunks(self, num_chunks: int) -> list[Routed]:
-        """Cut the tokens, and the routes of padding behind them, into chunks of nearly equal size."""
-        routing = self.decision.routing
-        extra = routing.expert_ids.shape[0] - self.x_TH.shape[0]
-        x_TH = F.pad(self.x_TH, (0, 0, 0, extra)) if extra else self.x_TH
-        ids, weights = routing.expert_ids.tensor_split(num_chunks), routing.weights.tensor_split(num_chunks)
-        return [
-            replace(self, x_TH=x, decision=replace(self.decision, routing=Routing(i, w, routing.complete)))
-            for x, i, w in zip(x_TH.tensor_split(num_chunks), ids, weights)
-        ]
 
 
 def _bias_against(avoid: Tensor, logits_TE: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,24 +15,6 @@ from torch import Tensor
 from sidestream.dispatch.base import Dispatcher, Pending, Received, Routing
 
 
-class Schedule(Protocol):
-    """An overlap option: decides the order of work in a unit.
-
-    Attributes:
-        name: Of the option.
-        enabled: False: paths of `unit.moe` wait where they start. Nothing else may change with it.
-        changes_model: It computes another function than `overlap=none`.
-    """
-
-    name: str
-    enabled: bool
-    changes_model: bool
-
-    def __call__(self, unit: Any, h: Tensor, context: Any) -> Tensor:
-        """Run the unit on the residual stream `h` `[B, S, H]`; `context` is the batch's `TokenContext`."""
-        ...
-
-
 class RoutedExperts(Protocol):
     """The local experts as a path uses them."""
 

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from sidestream.dispatch.base import Received, Routing
 from sidestream.model.context import PLAIN, TokenContext
-from sidestream.model.moe import Routed
 from sidestream.overlap.path import Path, RoutedPath
 from sidestream.overlap.slots import SlotSearch
-from sidestream.routing.router import Decision
+from sidestream.routing.router import Decision, Routed
 
 if TYPE_CHECKING:
     from sidestream.model.config import ModelShape
-    from sidestream.overlap.path import Schedule
+    from sidestream.overlap.base import Schedule
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,15 @@ def orders(
         unit.log.check()
         return unit.log.entries
 
-    slots = getattr(schedule, "slots", None)
+    slots = schedule.slots
     with torch.device("meta"), torch.no_grad():
         try:
             first = run(schedule)
-            if not isinstance(slots, SlotSearch) or slots.fixed is not None:
+            if slots is None or slots.fixed is not None:
                 return [first]
             found = []
             for slot in range(slots.num_steps + 1):
-                fixed: Any = copy(schedule)
+                fixed = copy(schedule)
                 fixed.slots = SlotSearch(fixed=slot, enabled=False)
                 found.append(run(fixed))
             return found
@@ -123,8 +122,7 @@ class _RecordingUnit:
         self, schedule: Schedule, shape: ModelShape, *, tokens: int, top_k: int, before: bool
     ) -> None:
         self.log = log = _Log(tokens)
-        make_extra = getattr(schedule, "extra", None)
-        self.extra = nn.ModuleDict(make_extra(shape) if make_extra is not None else {})
+        self.extra = nn.ModuleDict(schedule.extra(shape))
         self.attention = log.part_of("attention")
         names = {"attention": "attention_before", "feed_forward": "feed_forward"}
         self.before = (
@@ -133,7 +131,7 @@ class _RecordingUnit:
             else None
         )
         self.norm = self.dropout = torch.empty_like
-        self.moe = _RecordingMoE(log, shape, top_k=top_k, serial=not getattr(schedule, "enabled", True))
+        self.moe = _RecordingMoE(log, shape, top_k=top_k, serial=not schedule.enabled)
 
 
 class _RecordingMoE:

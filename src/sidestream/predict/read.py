@@ -26,7 +26,7 @@ from sidestream.predict.schedules import Work
 from sidestream.predict.traffic import Routes, Wire
 
 if TYPE_CHECKING:
-    from sidestream.overlap.path import Schedule
+    from sidestream.overlap.base import Schedule
 
 BYTES_OF_TEXT = 256  # vocabulary of a model that takes the data's
 MATH: dict[str, Math] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
@@ -319,7 +319,9 @@ def _work(cfg: DictConfig, layout: Layout, job: Job) -> Work:
     Raises:
         ConfigError: It cannot.
     """
-    schedule = construct("overlap", cfg.overlap, cfg)
+    from sidestream.overlap.base import completed
+
+    schedule = completed(construct("overlap", cfg.overlap, cfg))
     work = Work(
         schedule,
         job.shape,

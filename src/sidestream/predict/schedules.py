@@ -20,7 +20,7 @@ from sidestream.predict.layer import Seconds
 
 if TYPE_CHECKING:
     from sidestream.model.config import ModelShape
-    from sidestream.overlap.path import Schedule
+    from sidestream.overlap.base import Schedule
     from sidestream.predict.order import Entry
 
 SHARED_UP, SHARED_DOWN = 2 / 3, 1 / 3  # of the shared expert's time: two of its three products, and one
@@ -139,7 +139,7 @@ class Work:
     def reads_before(self, block: int) -> bool:
         """The unit of a block runs the dense block in front of it as well. `block` may be one past the last."""
         in_front = 0 < block < self.shape.num_layers and block - 1 not in self.shape.moe_blocks
-        return in_front and getattr(self.schedule, "reads_before", lambda: False)()
+        return in_front and self.schedule.reads_before()
 
     def orders(self, *, before: bool) -> list[list[Entry]]:
         """See `predict.order.orders`.
