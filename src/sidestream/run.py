@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader

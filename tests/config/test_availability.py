@@ -16,9 +16,10 @@ from sidestream import build
 from sidestream.config import availability, devices, dispatch_check
 from sidestream.config.availability import LIBRARIES, Machine, Verdict, takes_library, verdict
 from sidestream.config.capabilities import CAPABILITIES, capabilities
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.dispatch_check import LIMITS
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.dispatch.base import DispatchSpec, receive_budget
 from tests.config import machines
 from tests.config.machines import H100, MACHINES

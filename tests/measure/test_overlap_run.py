@@ -9,8 +9,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import entry
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv

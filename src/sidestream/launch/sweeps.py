@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import arguments, resume, taken
 from sidestream.launch.record import Launch
 from sidestream.tracking.integrity import FOLDER, newest_whole

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.data.batch import Batch
 from sidestream.exchange.link import ThrottledLink
 from sidestream.launch import torchrun

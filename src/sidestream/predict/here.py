@@ -11,9 +11,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import CONF
+from sidestream.config.layout import Layout
 from sidestream.model.config import shape_from
 from sidestream.predict.job import Job
 from sidestream.predict.layer import Mover

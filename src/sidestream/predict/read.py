@@ -10,12 +10,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream.config.availability import Machine, takes_library
 from sidestream.config.capabilities import CAPABILITIES
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.config.fusion_check import is_mega
 from sidestream.config.graph_check import is_step
 from sidestream.config.keys import CONF, check_keys
+from sidestream.config.layout import Layout
 from sidestream.config.overlap_check import check_overlap
 from sidestream.config.predict_check import check_prediction
 from sidestream.model.config import shape_from
