@@ -42,9 +42,9 @@ from sidestream.lightning.private import finish_after_fit, own_signals
 from sidestream.lightning.progress import RichProgress
 from sidestream.lightning.recorder import Recorder, Sizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
-from sidestream.measure.overlap_picture import save
-from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
+from sidestream.profiling.figures import one_line
+from sidestream.profiling.picture import save
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
 from sidestream.tracking.integrity import resumed

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from sidestream import profiling
 from sidestream.config.errors import ConfigError
 from sidestream.exchange import link, ops
-from sidestream.measure import overlap, overlap_trace
-from sidestream.measure.overlap import Bench, Measured
-from sidestream.measure.overlap_pass import Bar
-from sidestream.measure.overlap_picture import draw, looks, timeline
-from sidestream.measure.overlap_work import StepWork, UnitWork, unit_input
 from sidestream.model.block import MoEUnit
 from sidestream.model.moe import local
 from sidestream.overlap import slots
@@ -24,6 +20,10 @@ from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
 from sidestream.overlap.two_batch import TwoBatchOverlap
+from sidestream.profiling.bench import Bench, Measured
+from sidestream.profiling.picture import draw, looks, timeline
+from sidestream.profiling.spans import Bar
+from sidestream.profiling.work import StepWork, UnitWork, unit_input
 from tests.clock import virtual_time
 from tests.conformance.broken import Copied, NeverSerial
 from tests.core.build_tiny import SHAPE, Setup, local_batch, make_model, make_step, parallel_for
@@ -82,7 +82,7 @@ def asleep(rank: int, world: int, name: str, broken: bool = False) -> dict[str, 
             self, unit, routed, measured=True
         )
     try:
-        with virtual_time(link, ops, overlap, overlap_trace, slots):
+        with virtual_time(link, ops, profiling.bench, profiling.trace, slots):
             bench.record()
             bench.fall_asleep(OF_SCHEDULE[name], rounds=1)
             bench.choose_rate(0.4, rounds=1)

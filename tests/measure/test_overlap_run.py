@@ -15,8 +15,8 @@ from sidestream.config.layout import Layout
 from sidestream.launch import entry
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
-from sidestream.measure.overlap_picture import draw
 from sidestream.measure.overlap_run import table
+from sidestream.profiling.picture import draw
 from sidestream.tracking.result import RunResult
 from tests.rank_pool import ranks
 from tests.train.fit import CONF

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sidestream.measure.overlap import Bench
-from sidestream.measure.overlap_pass import REST
-from sidestream.measure.overlap_work import UnitWork, unit_input
 from sidestream.model.context import PLAIN
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
@@ -22,6 +19,9 @@ from sidestream.overlap.slots import best_slot
 from sidestream.overlap.two_batch import TwoBatchOverlap
 from sidestream.predict.layer import Seconds
 from sidestream.predict.schedules import Both, Unit, Work, events, passes
+from sidestream.profiling.bench import Bench
+from sidestream.profiling.spans import REST
+from sidestream.profiling.work import UnitWork, unit_input
 from tests.core.build_tiny import SHAPE, Setup, local_batch, make_model
 from tests.rank_pool import ranks
 

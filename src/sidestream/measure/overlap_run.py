@@ -23,17 +23,17 @@ from sidestream.launch import torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv, available_cores
 from sidestream.measure import environment as facts
-from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Bench, Measured
-from sidestream.measure.overlap_picture import both_arms, save
-from sidestream.measure.overlap_report import ratio, remarks
-from sidestream.measure.overlap_work import StepWork, UnitWork, Work, unit_input
-from sidestream.measure.summary import summarize
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import TrainingStep
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.profiling.bench import ARMS, BOTH, SHOWN, Bench, Measured
+from sidestream.profiling.figures import ratio, remarks
+from sidestream.profiling.picture import both_arms, save
+from sidestream.profiling.rounds import summarize
+from sidestream.profiling.work import StepWork, UnitWork, Work, unit_input
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import Overlap, RunResult
 

@@ -4,7 +4,7 @@
     backward   the same read from the end: a start is a wait, and the other way round
     serial     every wait behind its start
 
-Transfers run one after another on the wire, beside the work (`measure.overlap_bound.duration`). The order is recorded
+Transfers run one after another on the wire, beside the work (`profiling.bound.duration`). The order is recorded
 on tensors without values, so torch is imported when the first one is asked for.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sidestream.measure.overlap_bound import Event, duration, mirror
 from sidestream.predict.layer import Seconds
+from sidestream.profiling.bound import Event, duration, mirror
 
 if TYPE_CHECKING:
     from sidestream.model.config import ModelShape

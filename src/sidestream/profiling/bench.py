@@ -30,16 +30,16 @@ from sidestream.config.errors import ConfigError
 from sidestream.conformance.serial import SerialLog
 from sidestream.exchange.link import ThrottledLink
 from sidestream.exchange.ops import Span
-from sidestream.measure.overlap_bound import Event, hideable
-from sidestream.measure.overlap_exchange import Deliver, Exchange, RecordExchanges, Replay, channel_of
-from sidestream.measure.overlap_pass import COMPUTE, WIRE, Bar, PassTrace, median_events
-from sidestream.measure.overlap_report import OverlapReport, hidden_seconds, overlap_report
-from sidestream.measure.overlap_trace import ASLEEP, Hooks, Key, Tracer
-from sidestream.measure.overlap_work import Work, set_training
-from sidestream.measure.rounds import barrier, finish_device, median, time_rounds
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.slots import MEASURED_STEPS
 from sidestream.parallel.mesh import Parallel
+from sidestream.profiling.bound import Event, hideable
+from sidestream.profiling.exchange import Deliver, Exchange, RecordExchanges, Replay, channel_of
+from sidestream.profiling.figures import OverlapReport, hidden_seconds, overlap_report
+from sidestream.profiling.rounds import barrier, finish_device, median, time_rounds
+from sidestream.profiling.spans import COMPUTE, WIRE, Bar, PassTrace, median_events
+from sidestream.profiling.trace import ASLEEP, Hooks, Key, Tracer
+from sidestream.profiling.work import Work, set_training
 
 ARMS = ("compute", "communication", "serial", "overlapped")
 SHOWN = ("serial", "overlapped")
