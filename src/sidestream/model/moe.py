@@ -32,6 +32,7 @@ from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import GatedSwiGLU, SwiGLU, run
 from sidestream.model.ledger import Ledger
 from sidestream.overlap.path import FusedPath, Path, RoutedPath
+from sidestream.overlap.recorder import SILENT
 from sidestream.routing.balance import Balance
 from sidestream.routing.router import Routed, Router
 from sidestream.routing.scores import jitter, z_loss
@@ -80,6 +81,7 @@ class Experts(nn.Module):
         self.w_gate_up = nn.Parameter(torch.empty(num_local, hidden, 2 * width))
         self.w_down = nn.Parameter(torch.empty(num_local, width, hidden))
         self.fusion, self.recompute = fusion, shape.activation_checkpointing
+        self.recorder = SILENT
 
     def forward(self, received: Received | torch.dtype, late: LateWeights | None = None) -> Any:
         """Rows `[S, H]` -> `[S, H]` in the dtype of the rows.
@@ -89,6 +91,9 @@ class Experts(nn.Module):
         """
         if isinstance(received, torch.dtype):
             return self.weights(received)
+        return self.recorder.experts(self._compute, received, late)
+
+    def _compute(self, received: Received, late: LateWeights | None) -> Tensor:
         if late is None:
             arguments: tuple[Any, ...] = self.weights(received.rows.dtype)
         else:
@@ -107,6 +112,9 @@ class Experts(nn.Module):
         Args:
             dtype: Of the rows.
         """
+        return self.recorder.late_weights(self._late_weights, dtype, self.w_gate_up)
+
+    def _late_weights(self, dtype: torch.dtype) -> LateWeights:
         gradients = (Late(), Late())
         weights = (
             gradients[0].token(local(self.w_gate_up).to(dtype)),
@@ -142,6 +150,7 @@ class MoE(nn.Module):
         shared = GatedSwiGLU if shape.shared_expert_gate else SwiGLU
         self.shared_expert = shared(shape.hidden_size, shape.shared_width) if shape.shared_width else None
         self.recompute = shape.activation_checkpointing
+        self.recorder = SILENT
         # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
         self.jitter = getattr(parts.router, "jitter", 0.0)
@@ -175,6 +184,9 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor, context: TokenContext = PLAIN, *, avoid: Tensor | None = None) -> Routed:
         """The router's decision for `x` `[B, S, H]`, without anything else."""
+        return self.recorder.router(partial(self._route, context=context, avoid=avoid), x)
+
+    def _route(self, x: Tensor, *, context: TokenContext, avoid: Tensor | None) -> Routed:
         x_TH = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             gate_input = x_TH.float()
@@ -210,6 +222,7 @@ class MoE(nn.Module):
             layer=self.layer,
             serial=serial,
             delay_wgrad=delay_wgrad,
+            recorder=self.recorder,
         )
 
     def _fused_path(self, fused: Fused, routed: Routed, *, serial: bool) -> FusedPath:
@@ -250,17 +263,21 @@ class MoE(nn.Module):
         """The shared experts on `x` `[B, S, H]`; zeros if there are none, or where the routed path computes them."""
         if self.shared_expert is None or (self.parts.fused is not None and self.parts.fused.fuses_shared):
             return torch.zeros_like(x)
-        return run(self.shared_expert, x, recompute=self.recompute)
+        shared = partial(run, self.shared_expert, recompute=self.recompute)
+        return self.recorder.part("shared", shared, x)
 
     def shared_up(self, x: Tensor) -> Tensor:
         """The first part of `shared`: up to the activation."""
         assert self.shared_expert is not None
-        return run(self.shared_expert.up, x, recompute=self.recompute)
+        return self.recorder.part(
+            "shared_up", partial(run, self.shared_expert.up, recompute=self.recompute), x
+        )
 
     def shared_down(self, inner: Tensor, x: Tensor) -> Tensor:
         """The rest of `shared`, from what `shared_up` returned; the two together are bitwise equal to it."""
         assert self.shared_expert is not None
-        return run(self.shared_expert.out, inner, x, recompute=self.recompute)
+        down = partial(run, self.shared_expert.out, recompute=self.recompute)
+        return self.recorder.part("shared_down", down, inner, x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32 (case d1)."""

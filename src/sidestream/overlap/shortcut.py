@@ -12,6 +12,7 @@ ScMoE, arXiv 2404.05019, for a dense block l and an MoE block l + 1:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from sidestream.overlap.base import Schedule
 from sidestream.overlap.fork import fork
 from sidestream.overlap.path import Path
-from sidestream.overlap.slots import Clock, SlotSearch, timed
+from sidestream.overlap.slots import SlotSearch
 from sidestream.routing.router import Routed
 
 if TYPE_CHECKING:
@@ -94,14 +95,15 @@ class ShortcutOverlap(Schedule):
             steps.append(("shared", shared))
         slot, clock = self.slots.begin(tap, [name for name, _ in steps], training=unit.training)
         routed = unit.moe.route(read, context)
-        path = self.path(unit, routed, measured=clock is not None)
-        timed(clock, "dispatch", path.start, "dispatch")
-        for place, (name, step) in enumerate(steps):
-            if place == slot:
-                _experts(path, clock)
-            x = timed(clock, name, step, x)
-        if slot == len(steps):
-            _experts(path, clock)
+        with nullcontext() if clock is None else clock.listens(unit):
+            path = self.path(unit, routed, measured=clock is not None)
+            path.start("dispatch")
+            for place, (_, step) in enumerate(steps):
+                if place == slot:
+                    _experts(path)
+                x = step(x)
+            if slot == len(steps):
+                _experts(path)
         if self.double_gating:
             return self._second_gate(unit, x, context, routed, path)
         unit.moe.report(routed)
@@ -174,7 +176,7 @@ class _Shared:
         return x
 
 
-def _experts(path: Path, clock: Clock | None) -> None:
+def _experts(path: Path) -> None:
     path.finish("dispatch")
-    timed(clock, "experts", path.run, "experts")
-    timed(clock, "combine", path.start, "combine")
+    path.run("experts")
+    path.start("combine")

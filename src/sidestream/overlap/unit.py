@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sidestream.overlap.path import Path
+from sidestream.overlap.recorder import Recorder
 from sidestream.routing.router import Routed
 
 
@@ -72,6 +73,11 @@ class Unit(Protocol):
     """Attention and the MoE layer behind it."""
 
     training: bool
+    recorder: Recorder
+
+    def record(self, recorder: Recorder) -> None:
+        """Let the parts of the unit report to a recorder."""
+        ...
 
     @property
     def norm(self) -> Callable[[Tensor], Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sidestream.dispatch.base import Received, Routing
 from sidestream.model.context import PLAIN, TokenContext
 from sidestream.overlap.path import Path, RoutedPath
+from sidestream.overlap.recorder import SILENT, Recorder
 from sidestream.overlap.slots import SlotSearch
 from sidestream.routing.router import Decision, Routed
 
@@ -117,6 +118,7 @@ class _RecordingUnit:
     """What a schedule sees of `MoEUnit`."""
 
     training = False
+    recorder = SILENT
 
     def __init__(
         self, schedule: Schedule, shape: ModelShape, *, tokens: int, top_k: int, before: bool
@@ -132,6 +134,9 @@ class _RecordingUnit:
         )
         self.norm = self.dropout = torch.empty_like
         self.moe = _RecordingMoE(log, shape, top_k=top_k, serial=not schedule.enabled)
+
+    def record(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
 
 class _RecordingMoE:

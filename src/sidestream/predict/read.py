@@ -45,7 +45,7 @@ class Asked:
 
     Attributes:
         dispatcher: Name of the option.
-        schedules: Those that hide something and that the same job may have: the shipped ones and what is asked for.
+        schedules: For the picture: those that hide something and that the same job may have, shipped or asked for.
     """
 
     job: Job
@@ -111,7 +111,7 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
         throttled(cluster, cfg.link),
         layout,
         _option(cfg.dispatcher, "dispatch"),
-        tuple(_others(cfg, layout, work)),
+        tuple(_others(cfg, layout, work)) if cfg.predict.plot else (),
     )
 
 
@@ -352,6 +352,7 @@ def _others(cfg: DictConfig, layout: Layout, work: Work) -> Iterator[Schedule]:
     options: list[Any] = [OmegaConf.load(path) for path in sorted((CONF / "overlap").glob("*.yaml"))]
     if asked._target_ not in [option._target_ for option in options]:
         yield work.schedule
+    other = cfg.copy()
     for option in options:
         del option["defaults"]
         if option._target_ == asked._target_:
@@ -360,7 +361,6 @@ def _others(cfg: DictConfig, layout: Layout, work: Work) -> Iterator[Schedule]:
             option.enabled = True
             if "delay_wgrad" in option:
                 option.delay_wgrad = bool(asked.get("delay_wgrad"))
-        other = cfg.copy()
         with read_write(other), open_dict(other):
             other.overlap = option
         try:

@@ -38,7 +38,7 @@ from sidestream.profiling.exchange import Deliver, Exchange, RecordExchanges, Re
 from sidestream.profiling.figures import OverlapReport, hidden_seconds, overlap_report
 from sidestream.profiling.rounds import barrier, finish_device, median, time_rounds
 from sidestream.profiling.spans import COMPUTE, WIRE, Bar, PassTrace, median_events
-from sidestream.profiling.trace import ASLEEP, Hooks, Key, Tracer
+from sidestream.profiling.trace import ASLEEP, Key, Listening, Tracer
 from sidestream.profiling.work import Work, set_training
 
 ARMS = ("compute", "communication", "serial", "overlapped")
@@ -118,7 +118,7 @@ class Measured:
 
 
 class Bench:
-    """Runs a piece of work in the four ways. Hooks stay on its parts until `close`.
+    """Runs a piece of work in the four ways. Its parts report until `close`.
 
     Raises:
         ValueError: Nothing travels, see `channel_of`.
@@ -133,10 +133,10 @@ class Bench:
         self._replay: Replay | None = None
         self._splits: list[int] = []  # number of the first transfer of each pass, and of none
         self._traces: list[PassTrace] = []
-        self._hooks = Hooks(work.blocks, self.tracer)
+        self._listening = Listening(work.blocks, self.tracer)
 
     def close(self) -> None:
-        self._hooks.close()
+        self._listening.close()
         self.channel.deliver = self.channel.spans = None
 
     @property
