@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from sidestream.model.context import PLAIN
+from sidestream.overlap.base import completed
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
@@ -89,7 +90,7 @@ def some_unit(draw: random.Random) -> Unit:
 
 def work(schedule: Any, **rest: Any) -> Work:
     """In blocks of `SHAPE`, of 4 sequences of 6 tokens, which can be cut into 2, 3 and 4 chunks."""
-    return Work(schedule, SHAPE, sequences=4, seq_length=6, top_k=2, **rest)
+    return Work(completed(schedule), SHAPE, sequences=4, seq_length=6, top_k=2, **rest)
 
 
 def some_schedule(draw: random.Random) -> Any:
