@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
 from sidestream.data.document_packing import PackedDataset
@@ -42,9 +42,9 @@ from sidestream.lightning.private import finish_after_fit, own_signals
 from sidestream.lightning.progress import RichProgress
 from sidestream.lightning.recorder import Recorder, RunSizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
-from sidestream.measure.overlap_picture import save
-from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
+from sidestream.profiling.figures import one_line
+from sidestream.profiling.picture import save
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
 from sidestream.tracking.integrity import resumed
@@ -217,7 +217,7 @@ def _module(
             autocast=build.PRECISIONS[cfg.trainer.precision][1] is not None,
             data_checksum=corpus.checksum,
             changes_model=bool(start.changes_model),
-            function=getattr(build.make(cfg, "overlap"), "function", "plain"),
+            function=build.make_schedule(cfg).function,
             initial_weights=build.initial_weights(cfg),
         ),
         recorder=recorder,
@@ -275,11 +275,11 @@ def _device(layout: Layout, env: RankEnv) -> torch.device:
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
     top_k = build.make(cfg, "router").top_k  # a user's own router may fix it
-    schedule = build.make(cfg, "overlap")
+    schedule = build.make_schedule(cfg)
     with torch.device("meta"):
-        added = schedule.extra(shape).values() if hasattr(schedule, "extra") else ()
+        added = schedule.extra(shape).values()
         extra = sum(p.numel() for module in added for p in module.parameters())
-    gates = 2 if getattr(schedule, "double_gating", False) else 1
+    gates = 2 if schedule.double_gating else 1
     return account(shape, top_k=gates * top_k, seq_length=cfg.data.seq_length, extra_per_unit=extra)
 
 
@@ -306,7 +306,7 @@ def _start_result(
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,
-        changes_model=bool(build.make(cfg, "overlap").changes_model or cfg.router.get("force_balance")),
+        changes_model=bool(build.make_schedule(cfg).changes_model or cfg.router.get("force_balance")),
         metrics=Metrics(baselines=Baselines(**ngram_baselines(corpus)) if launch else Baselines()),
         versions=package_versions(),
         commit=f"{commit}-dirty" if commit and dirty else commit,

@@ -16,9 +16,10 @@ from sidestream import build
 from sidestream.config import availability, devices, dispatch_check
 from sidestream.config.availability import LIBRARIES, Availability, Machine, takes_library, verdict
 from sidestream.config.capabilities import CAPABILITIES, capabilities
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.dispatch_check import LIMITS
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.dispatch.base import DispatchSpec, receive_budget
 from tests.config import machines
 from tests.config.machines import H100, MACHINES
@@ -264,7 +265,7 @@ def test_tokens_are_counted_as_the_schedule_counts_them(compose: Compose, schedu
     layout = Layout(1, 1, 1, 1, micro_batch_size=3, accumulation=1, device_type="cpu")
     padding = build.padding_rows(cfg, 75)
     assert bool(padding) == bool(overrides)
-    wanted = build.tokens_per_plan(build.make(cfg, "overlap"), 3, 25, padding)
+    wanted = build.make_schedule(cfg).tokens_per_plan(3, 25, padding=padding)
     assert dispatch_check.max_tokens(cfg, layout) == wanted
 
 

@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hydra_plugins.sidestream_launcher.ranks_launcher import _job_return
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import (
     arguments,
     entry,

@@ -20,8 +20,8 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import arguments, entry, pool, resume, sweeps
 from sidestream.launch.record import Launch
 from sidestream.tracking import sweep as tracking

@@ -14,8 +14,8 @@ from sidestream.measure.arms import compose_layer
 from sidestream.measure.layer import Job, run_job
 from sidestream.measure.peak_memory import peak_growth
 from sidestream.measure.problem import make_tokens, make_weights, route
-from sidestream.measure.rounds import order_of_round
 from sidestream.measure.shapes import LayerShape, parse_case
+from sidestream.profiling.rounds import order_of_round
 from tests.rank_pool import ranks
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from sidestream.measure.overlap_bound import Event, best_order, duration, hideable
-from sidestream.measure.overlap_pass import median_events
-from sidestream.measure.overlap_report import hidden_seconds, overlap_report, remarks
+from sidestream.profiling.bound import Event, best_order, duration, hideable
+from sidestream.profiling.figures import hidden_seconds, overlap_report, remarks
+from sidestream.profiling.spans import median_events
 
 SEEDS = range(8)
 

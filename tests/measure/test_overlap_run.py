@@ -9,13 +9,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import entry
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
-from sidestream.measure.overlap_picture import draw
 from sidestream.measure.overlap_run import table
+from sidestream.profiling.picture import draw
 from sidestream.tracking.result import RunResult
 from tests.rank_pool import ranks
 from tests.train.fit import CONF

@@ -19,14 +19,13 @@ from torch.autograd import Function
 
 from sidestream.dispatch.base import Dispatcher, Received
 from sidestream.model.context import PLAIN
-from sidestream.model.moe import Routed
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.path import RoutedPath
 from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
 from sidestream.overlap.two_batch import TwoBatchOverlap
-from sidestream.routing.router import Decision
+from sidestream.routing.router import Decision, Routed
 from tests.core.build_tiny import parallel_for
 from tests.core.scale_experts import routing_of, scale_rows, wire
 from tests.rank_pool import ranks

@@ -17,7 +17,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
+from sidestream.config.layout import Layout
 from sidestream.launch import entry, resume
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking.integrity import checkpoints, step_of

@@ -16,8 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from sidestream.config import schema
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.resume_contract import OWN_KEYS, RULES
 from sidestream.launch import resume
 from sidestream.launch.record import RESOLVED, Launch

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.mok_limits import MoKSizes, first_violation
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
 
 MEGA = "sidestream.fusion.mega.fused.MegaExperts"
 NONE = "sidestream.dispatch.none.NoDispatcher"

@@ -249,18 +249,6 @@ class _RowsToSlots(torch.autograd.Function):
         return _take_rows(grad, ctx.layout), None
 
 
-class _SlotsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, layout: RowLayout) -> Tensor:
-        ctx.layout = layout
-        return _take_rows(slots, layout)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _fill_slots(grad, ctx.layout.row_of_slot, ctx.layout), None
-
-
 class _TokensToSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: RowLayout, top_k: int) -> Tensor:
@@ -293,11 +281,6 @@ def _token_of_slot(layout: RowLayout, top_k: int) -> Tensor:
 def rows_to_slots(x: Tensor, layout: RowLayout) -> Tensor:
     """`[N, ...]` rows -> `[S, ...]` slots; padding is zero, the tail undefined. Differentiable."""
     return _RowsToSlots.apply(x, layout)
-
-
-def slots_to_rows(x: Tensor, layout: RowLayout) -> Tensor:
-    """`[S, ...]` slots -> `[N, ...]` rows; rows without a slot are zero. Differentiable."""
-    return _SlotsToRows.apply(x, layout)
 
 
 def tokens_to_slots(x: Tensor, layout: RowLayout, *, top_k: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing, receive_budget
 from sidestream.dispatch.cap import cap_routing, needed_rows
-from sidestream.dispatch.counter import RowCounter
+from sidestream.dispatch.counter import Counting, RowCounter
 from sidestream.dispatch.layout import (
     RowLayout,
     expert_layout,
@@ -286,7 +286,7 @@ class _PendingCombined:
         return sum_routes(back_NH, self.plan.pack, top_k=self.plan.columns)
 
 
-class PackedDispatcher:
+class PackedDispatcher(Counting):
     """Moves rows with `all_to_all_single`. See the module.
 
     Args:
@@ -298,7 +298,7 @@ class PackedDispatcher:
         capped: Routes that would not fit are left out before anything travels, from a histogram of all ranks.
     """
 
-    transport: str | None = "torch"
+    transport = "torch"
 
     def __init__(
         self,
@@ -313,18 +313,9 @@ class PackedDispatcher:
         self.name, self.packing, self.capacity_factor = name, packing, capacity_factor
         self.own_alignment, self.codec = alignment, MXFP8() if wire_dtype == "mxfp8" else None
         self.capped = capped and capacity_factor is not None
-        self.budget: int | None = None
         self.align = alignment
         self.rows_per_pair = 0
         self.even = self.fixed = False
-        self._spec: DispatchSpec | None = None
-        self._channel: Channel | None = None
-        self.counter: RowCounter | None = None
-
-    @property
-    def channel(self) -> Channel | None:
-        """Where rows travel; None before `wire`."""
-        return self._channel
 
     @property
     def wired(self) -> tuple[Channel, DispatchSpec]:
@@ -380,32 +371,3 @@ class PackedDispatcher:
         sizes = plan.sizes
         transfer = Transfer(channel, sizes.recv, sizes.send, "combine", plan.layer, backward_codec=self.codec)
         return _PendingCombined(plan, transfer, transfer.start(summed_NH, num_received=sizes.num_sent))
-
-    def needed(self) -> Tensor | None:
-        return None if self.counter is None else self.counter.needed
-
-    def dropped(self) -> Tensor | None:
-        return None if self.counter is None else self.counter.dropped
-
-    def reset_needed(self) -> None:
-        if self.counter is not None:
-            self.counter.reset()
-
-    def resize(self, budget: int) -> None:
-        if self.budget is None:
-            raise ValueError(
-                f"dispatcher={self.name}: budget {budget} asked for, but its sizes are exact (eager)"
-            )
-        unit = math.lcm(self.align, 64)
-        self.budget = max(self.budget, -(-budget // unit) * unit)
-
-    def bytes_sent(self) -> int:
-        return 0 if self._channel is None else self._channel.bytes_sent
-
-    def metadata_bytes_sent(self) -> int:
-        return 0 if self._channel is None else self._channel.metadata_bytes_sent
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._spec = self._channel = self.counter = None

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, phase, status, stopping
 from sidestream.launch.phase import Phase
 from sidestream.launch.processes import PARENT, Signals, kill_group, send

@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from sidestream.config import trust, withheld
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, phase, stopping, terminal
 from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.lighter import without_transformers

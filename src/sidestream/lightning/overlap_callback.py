@@ -11,12 +11,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from sidestream.data.batch import Batch
-from sidestream.measure.overlap import SHOWN, Bench, Measured
-from sidestream.measure.overlap_exchange import channel_of
-from sidestream.measure.overlap_picture import both_arms
-from sidestream.measure.overlap_report import OverlapReport, ratio
-from sidestream.measure.overlap_work import UnitWork, preserved, unit_input
 from sidestream.model.transformer import MoETransformer
+from sidestream.profiling.bench import SHOWN, Bench, Measured
+from sidestream.profiling.exchange import channel_of
+from sidestream.profiling.figures import OverlapReport, ratio
+from sidestream.profiling.picture import both_arms
+from sidestream.profiling.work import UnitWork, preserved, unit_input
 from sidestream.tracking.result import OverlapResult
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ReportOverlap(Callback):
             self._arms = both_arms(measured, ranks)
 
     def picture(self, title: str) -> dict[str, Any] | None:
-        """What `overlap_picture.save` draws of the last report, on rank 0; None before the first."""
+        """What `profiling.picture.save` draws of the last report, on rank 0; None before the first."""
         if self.last is None or self._arms is None:
             return None
         lines = [

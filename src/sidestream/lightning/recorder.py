@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from sidestream.lightning.progress import RichProgress
-from sidestream.measure.overlap_report import OverlapReport
 from sidestream.parallel.step import StepReport
+from sidestream.profiling.figures import OverlapReport
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.load import load_metrics, worst_load

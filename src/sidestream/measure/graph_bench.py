@@ -28,11 +28,10 @@ from sidestream.graph.base import StepRunner
 from sidestream.graph.none import NoGraph
 from sidestream.graph.step import MIN_WARMUP, StepGraph
 from sidestream.measure.peak_memory import peak_on
-from sidestream.measure.rounds import time_rounds
-from sidestream.measure.summary import summarize
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.step import TrainingStep
+from sidestream.profiling.rounds import summarize, time_rounds
 
 VOCAB_SIZE = 256
 
