@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.exchange import link, ops
-from sidestream.measure import calibrate, rounds
+from sidestream.measure import calibrate
 from sidestream.measure.shapes import LayerShape
 from sidestream.predict.calibration import cpu_row, line
+from sidestream.profiling import rounds
 from tests.clock import virtual_time
 from tests.predict.asking import CONF
 from tests.rank_pool import ranks
