@@ -54,7 +54,7 @@ def test_what_is_read_arrives_as_it_was_printed():
 
 
 def test_a_command_whose_reader_is_gone_ends_as_it_would_have_and_says_nothing():
-    code = "import sys; from sidestream import scripts; scripts.run(lambda: print('x' * 100_000) or 3)"
+    code = "import sys; from sidestream.commands import shared; shared.run(lambda: print('x' * 100_000) or 3)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from sidestream import scripts
+from sidestream.commands import shared
 from tests.docs.pages import script
 
 
@@ -34,7 +34,7 @@ def test_a_number_that_cannot_be_measured_with_is_refused(
 
 def test_other_text_is_named_by_argparse(capsys: pytest.CaptureFixture):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=scripts.number(1))
+    parser.add_argument("--rounds", type=shared.number(1))
     with pytest.raises(SystemExit):
         parser.parse_args(["--rounds", "many"])
     assert "invalid int value: 'many'" in capsys.readouterr().err

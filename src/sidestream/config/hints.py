@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.meant import OPEN, default_option, meant, options_of
 from sidestream.config.schema import SCHEMAS, known_keys, options_with
@@ -216,7 +217,7 @@ def unknown_key(
         return ConfigError(key, value, why, expected=expected, fix=f"{group}={options[0]}")
     near = nearest(key, siblings)
     if not near:
-        listing = "one of the keys of `python train.py --cfg job`"
+        listing = cli.spelled("one of the keys of `python train.py --cfg job`")
         return ConfigError(key, value, "no such key", expected=listing, fix=f"remove {key}")
     expected = f"one of {', '.join(near)}"
     return ConfigError(key, value, "no such key", expected=expected, fix=_set(near[0], value, chosen))

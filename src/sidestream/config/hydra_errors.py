@@ -14,6 +14,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.config.hints import nearest_option, unknown_key
 from sidestream.config.meant import advice, default_of, options_of
@@ -106,7 +107,9 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
     if isinstance(error, InterpolationKeyError) and error.full_key:
         why = message.partition("\n")[0]
         expected = "an existing key inside ${...}"
-        return ConfigError(error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=_SEE)
+        return ConfigError(
+            error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=cli.spelled(_SEE)
+        )
     if found := _ADDED.search(message):
         key = found.group(1)
         why, expected = "there already, and + adds a key", "the key without +"

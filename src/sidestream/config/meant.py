@@ -6,15 +6,14 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, is_dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
 from sidestream.config.errors import as_typed
+from sidestream.config.place import CONF
 from sidestream.config.schema import SCHEMAS, Root
 
-CONF = Path(__file__).parents[3] / "conf"
 # Where a schema says nothing else. Beyond these something overflows: a C integer, a time, a float's range.
 LARGEST_INTEGER, LARGEST_NUMBER = 2**31 - 1, 1e12
 OPEN = "<value>"  # in an advice: nobody can know it

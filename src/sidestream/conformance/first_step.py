@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, zeros_like
 from torch.optim import Optimizer
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.conformance import rows
 from sidestream.conformance.answers import class_of, is_own, is_own_optimizer
@@ -187,7 +188,7 @@ class FirstStep:
             name,
             f"in the first step {found[rank]}{where}",
             expected="what its protocol promises, see docs/architecture.md",
-            fix=f"run scripts/check_part.py {name}, which tries more"
+            fix=f"run {cli.spelled('scripts/check_part.py')} {name}, which tries more"
             if key in KINDS
             else "correct the class",
         )
@@ -332,7 +333,10 @@ class _Fused(_Proxy):
         if not self._look.first("fused", self._layer):
             return pending
         return _Waiting(
-            *(self._look, self._part, self._layer, pending),
+            self._look,
+            self._part,
+            self._layer,
+            pending,
             lambda y: self._judge("fusion", output_problem("its result", y, like=x)),
         )
 

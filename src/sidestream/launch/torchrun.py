@@ -6,6 +6,7 @@ Were every rank to run Hydra, each would evaluate `${now:}` for itself and write
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from sidestream.config.compatibility import Layout
+from sidestream import cli
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, stopping
 from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank
@@ -86,10 +88,8 @@ def refuse_tasks(argv: list[str]) -> None:
         # The first one may be the only one. Where there are more, aprun ends it when these end with an error.
         if int(number) > 1:
             sys.exit(2)
-        from sidestream.launch import arguments
-
         why = "aprun started this command several times, and each would be a run of its own"
-        fix = f"run {arguments.command(argv, 'aprun', '-n', '1', 'python')}"
+        fix = f"run {shlex.join([*cli.typed('aprun', '-n', '1', 'python'), *argv])}"
         raise ConfigError(_APRUN, number, why, expected=_ONE_PROCESS, fix=fix)
 
 
@@ -100,8 +100,6 @@ def _is_batch_script(starter: str) -> bool:
 
 
 def _command(starter: str, tasks: int, argv: list[str]) -> str:
-    from sidestream.launch import arguments  # imports Hydra, which a rank does without
-
     counted = {"srun": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), "flux run": ("FLUX_JOB_NNODES",)}
     nodes = int(next(filter(None, map(os.environ.get, counted.get(starter, ()))), 1))
     if starter in ("mpirun", "jsrun"):
@@ -110,11 +108,11 @@ def _command(starter: str, tasks: int, argv: list[str]) -> str:
     if nodes == 1:
         given = any(part.startswith("trainer.devices=") for part in argv)
         words = argv if given else [*argv, f"trainer.devices={tasks}"]
-        return arguments.command(words, *on_each, "python")
+        return shlex.join([*cli.typed(*on_each, "python"), *words])
     here = os.environ.get("SLURMD_NODENAME") or platform.node()
     each = ("torchrun", f"--nnodes={nodes}", f"--nproc-per-node={tasks // nodes}", "--rdzv-backend=c10d")
     where = f"--rdzv-endpoint={here}:29500"
-    return arguments.command(argv, *on_each, *each, where)
+    return shlex.join([*cli.typed(*on_each, *each, where), *argv])
 
 
 def world() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sidestream import matplotlibrc
 from sidestream.launch import phase
-from sidestream.launch.memory import keep_freed_memory
+from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.worker import RankEnv, available_cores, say_phase
 from sidestream.tracking.folder import write_json_atomic
