@@ -19,8 +19,15 @@ from sidestream.config.meant import (
 )
 from sidestream.config.schema import SCHEMAS, Root
 
-# Other keys are cut into so many, or take their numbers from them: they would refuse the lowest.
-_DIVIDED = ("data.global_batch_size", "model.hidden_size", "model.num_heads", "model.num_experts")
+# Other keys have their limits from these, and would refuse the lowest that these can be.
+_NOT_ALONE = (
+    "data.global_batch_size",
+    "model.hidden_size",
+    "model.num_experts",
+    "model.num_heads",
+    "model.num_layers",
+    "model.vocab_size",
+)
 
 
 def takes_a_list(key: str) -> bool:
@@ -107,7 +114,7 @@ def _check_range(key: str, value: float, limits: Any, *, shown: object) -> None:
     )
     if limits.get("auto"):
         fix = f"{key}=auto"
-    elif too_low and isinstance(low, int) and key not in _DIVIDED:
+    elif too_low and isinstance(low, int) and key not in _NOT_ALONE:
         fix = f"{key}={low}"
     else:
         fix = f"{key}={default_of(key)}"
