@@ -244,9 +244,9 @@ def test_what_is_advised_for_a_wrong_value_is_accepted(compose: Compose):
     for place, key in enumerate(shipped(compose)):  # each key some values, each value some keys
         value = WRONG[place % len(WRONG)]
         # What was said in another form may be refused for what it says, as any number.
-        if meant(key, value) is None:
-            if (fix := advised(compose, f"{key}={value}")) and advised(compose, *fix) is not None:
-                refused.append((f"{key}={value}", fix))
+        fix = None if meant(key, value) else advised(compose, f"{key}={value}")
+        if fix and advised(compose, *fix) is not None:
+            refused.append((f"{key}={value}", fix))
     assert not refused, refused
 
 
