@@ -118,6 +118,6 @@ def _check_range(key: str, value: float, limits: Any, *, shown: object) -> None:
         fix = f"{key}={low}"
     else:
         fix = f"{key}={default_of(key)}"
-        if too_low and fix.endswith("=null"):  # somebody wants it, and not null
+        if too_low and fix.endswith("=null") and key not in _NOT_ALONE:  # somebody wants it, and not null
             fix = f"{key}=1"
     raise ConfigError(key, shown, "out of range", expected=f"a value {' and '.join(bounds)}", fix=fix)
