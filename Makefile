@@ -51,6 +51,7 @@ clean:
 
 .PHONY: readme
 readme: $(STAMP)
+	$(BIN)/python tools/configuration_page.py
 	$(BIN)/python tools/render_readme.py $(ARGS)
 
 # Published MoE layers for scripts/bench_layer.py. torchtitan asks for more than its MoE layer imports.

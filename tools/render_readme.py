@@ -30,9 +30,10 @@ from sidestream.commands import shared
 from sidestream.commands.plot_loss import main as plot_loss
 from sidestream.compare import quality
 from sidestream.config import resume_page
-from sidestream.measure import overlap_matrix, overlap_picture
+from sidestream.measure import overlap_matrix
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
+from sidestream.profiling import picture as timeline
 from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.markdown import notes
@@ -378,7 +379,7 @@ def draw(picture: Path) -> None:
 def draw_overlap(picture: Path) -> None:
     """Draws the timeline of the committed overlap.json and notes in the file which data it shows."""
     buffer = io.BytesIO()
-    overlap_picture.draw(json.loads(SHORTCUT_RESULT.read_text(encoding="utf-8"))["picture"]).savefig(buffer)
+    timeline.draw(json.loads(SHORTCUT_RESULT.read_text(encoding="utf-8"))["picture"]).savefig(buffer)
     _save_with_digest(buffer, picture, data_digest(SHORTCUT_RESULT))
 
 

@@ -116,6 +116,7 @@ def test_logits_of_their_checkpoint_equal_ours(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3"])
+@pytest.mark.full
 def test_trained_run_exports_to_equal_logits(name: str, tmp_path: Path) -> None:
     """Their weights -> one training step on 2 ranks -> export -> their logits equal ours; and back in again."""
     from sidestream.commands.convert_hf import export, overrides, read_options
@@ -162,7 +163,7 @@ def logits_of_checkpoint(rank: int, world: int, cfg: Any, checkpoint: str) -> to
 
 
 def test_several_shards_are_read_and_written(tmp_path: Path) -> None:
-    from sidestream.convert.huggingface import Reader, read_config, write_huggingface
+    from sidestream.convert.weights import Reader, read_config, write_huggingface
 
     write_random("qwen3", tmp_path / "hf")
     options = model_options(read_config(tmp_path / "hf"))

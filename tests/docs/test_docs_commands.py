@@ -54,6 +54,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[shlex.join(words)[:60] for _, words in ALL])
+@pytest.mark.sample(12)
 def test_a_command_is_legal(
     page: Path,
     words: list[str],

@@ -47,7 +47,7 @@ def test_the_overlap_table_is_the_one_of_the_committed_measurement():
     page = text(render_readme.OVERLAP)
     assert render_readme.render_overlap(page) == page, "run `make readme`"
     runs = json.loads(text(render_readme.OVERLAP_RESULT))["runs"]
-    # What docs/overlap.md and the issue say of them: the share of each schedule's own bound.
+    # What docs/overlap.md says of them: the share of each schedule's own bound.
     assert min(run["reached"] for run in runs if run["compute"] == "sleep") >= 0.9
     assert min(run["reached"] for run in runs if run["compute"] == "real") >= 0.8
 

@@ -12,10 +12,10 @@ from sidestream.commands import bench_layer
 from sidestream.measure import layer, peers
 from sidestream.measure.arms import compose_layer
 from sidestream.measure.layer import Job, run_job
-from sidestream.measure.memory import peak_growth
+from sidestream.measure.peak_memory import peak_growth
 from sidestream.measure.problem import make_tokens, make_weights, route
-from sidestream.measure.rounds import order_of_round
 from sidestream.measure.shapes import LayerShape, parse_case
+from sidestream.profiling.rounds import order_of_round
 from tests.rank_pool import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,7 @@ def test_rounding_to_bf16_turns_no_choice():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.full
 def test_two_ranks_without_peers(dtype):
     first, second = ranks(2).run(measure, dtype=dtype, frozen_rounds=2)
     (record,) = first
@@ -198,6 +199,7 @@ def test_peak_memory_sees_an_allocation():
 
 
 @pytest.mark.shell
+@pytest.mark.full
 def test_the_script_starts_its_own_ranks(tmp_path, capfd):
     out = tmp_path / "bench.json"
     arguments = ["--shapes", "64,32,16,4,2@2", "--peers", "none", "--rounds", "2", "--warmup", "0"]

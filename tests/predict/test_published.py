@@ -44,6 +44,7 @@ def tables(everything: Any) -> dict[str, list[Residual]]:
     }
 
 
+@pytest.mark.full
 def test_flops_per_token(tables: dict[str, list[Residual]]) -> None:
     assert len(tables["flops"]) == 19
     for row, published in zip(tables["flops"], predict_residuals.published("flops")):

@@ -45,6 +45,7 @@ def spied(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("command", OF_HYDRA)
+@pytest.mark.sample(1)
 def test_a_help_page_imports_nothing_heavy_and_copies_no_store(command: str):
     done = spied(command, "--help")
     assert done.returncode == 0, done.stderr
@@ -71,6 +72,7 @@ def test_a_store_is_not_copied_and_what_it_gives_out_is():
     assert store.load("schema/root.yaml").node is not store.load("schema/root.yaml").node
 
 
+@pytest.mark.full
 def test_a_page_of_hydra_still_lists_all_groups():
     page = spied("train.py", "--hydra-help").stdout
     assert "hydra/launcher: basic" in page and "ranks" in page

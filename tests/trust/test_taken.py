@@ -224,6 +224,7 @@ def test_trust_in_a_file_is_not_believed(
         ),
     ],
 )
+@pytest.mark.sample(5)
 def test_hydra_builds_and_does_nothing_for_a_file(
     text: str, key: str, tmp_path: Path, compose: Callable[..., DictConfig]
 ) -> None:

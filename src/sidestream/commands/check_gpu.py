@@ -63,13 +63,12 @@ MICRO = (
 )
 STATIC = ["dispatcher=nccl_ep", "dispatcher.capacity_factor=8.0", *MICRO[:4]]  # nothing overflows
 MEDIUM = [  # the last of two values counts
-    *(
-        "model.hidden_size=1024",
-        "model.ffn_hidden_size=2816",
-        "model.expert_hidden_size=1024",
-        "data.seq_length=1024",
-    ),
-    *("trainer.precision=bf16-mixed", "dispatcher.capacity_factor=2.0"),
+    "model.hidden_size=1024",
+    "model.ffn_hidden_size=2816",
+    "model.expert_hidden_size=1024",
+    "data.seq_length=1024",
+    "trainer.precision=bf16-mixed",
+    "dispatcher.capacity_factor=2.0",
 ]
 SCHEDULES = {
     "none": [],

@@ -74,10 +74,10 @@ def describe(source: Path) -> None:
 
 
 def fields() -> None:
-    """Print the tables of docs/huggingface.md."""
+    """Print the tables of docs/huggingface_fields.md."""
     for model_type in FIELDS:
-        print(f"### {model_type}", "", *markdown(model_type), "", sep="\n")
-    print("### Any of them", "", *markdown_common(), sep="\n")
+        print(f"## {model_type}", "", *markdown(model_type), "", sep="\n")
+    print("## Any of them", "", *markdown_common(), sep="\n")
 
 
 def compose_model(options: dict[str, dict[str, Any]]) -> Any:
@@ -96,7 +96,7 @@ def import_(source: Path, out: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     from sidestream.convert import verify
-    from sidestream.convert.huggingface import load_huggingface, written_aside
+    from sidestream.convert.weights import load_huggingface, written_aside
     from sidestream.parallel.weights import load_weights
     from sidestream.tracking.integrity import digests, seal
 
@@ -144,7 +144,7 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
 
     from sidestream import build
     from sidestream.convert import verify
-    from sidestream.convert.huggingface import load_huggingface, write_huggingface
+    from sidestream.convert.weights import load_huggingface, write_huggingface
     from sidestream.launch.stored import read_config, refused
     from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX, load_weights

@@ -23,13 +23,13 @@ from sidestream.commands import shared
 from sidestream.config.place import CONF
 from sidestream.config.schema import register
 from sidestream.data.batch import Batch
-from sidestream.launch.memory import keep_freed_memory
+from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.worker import RankEnv
 from sidestream.measure import environment
-from sidestream.measure.overlap_work import UnitWork, unit_input
-from sidestream.measure.summary import summarize
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.profiling.rounds import summarize
+from sidestream.profiling.work import UnitWork, unit_input
 from sidestream.tracking.folder import write_json_atomic
 
 SCHEDULES = {

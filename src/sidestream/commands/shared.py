@@ -26,7 +26,7 @@ def parser(doc: str | None, *, whole: bool = False, **options: Any) -> argparse.
     Args:
         doc: The command's docstring.
         whole: Show all of it, as it is written, not the first line only.
-        options: Of ArgumentParser.
+        options: Further arguments of ArgumentParser.
     """
     style = argparse.RawDescriptionHelpFormatter if whole else argparse.HelpFormatter
     # argparse itself leaves two columns of the terminal free.

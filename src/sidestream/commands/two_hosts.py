@@ -146,8 +146,14 @@ def start(number: int, namespace: str, arguments: list[str], *, gbps: float, por
     cores = sorted(os.sched_getaffinity(0))
     core = cores[number % len(cores)]
     torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"),
-        *("--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        f"--node-rank={number}",
+        "--nproc-per-node=1",
+        f"--master-addr={ADDRESSES[0]}",
+        f"--master-port={port}",
     ]
     environment = {
         **os.environ,

@@ -56,7 +56,7 @@ class FirstStep:
     """Puts proxies in front of the user's own parts while it is entered.
 
     Args:
-        step: Of this rank; its model's parts are looked at.
+        step: This rank's step; its model's parts are looked at.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -272,7 +272,10 @@ class _Fused(_Proxy):
         if not self._look.first("fused", self._layer):
             return pending
         return _Waiting(
-            *(self._look, self._part, self._layer, pending),
+            self._look,
+            self._part,
+            self._layer,
+            pending,
             lambda y: self._judge("fusion", output_problem("its result", y, like=x)),
         )
 

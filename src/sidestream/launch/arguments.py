@@ -19,7 +19,14 @@ from sidestream.tracking.integrity import checkpoints
 LONGEST_NAME = 120  # characters of what tells jobs apart, in the name of a folder
 # Where things lie, whom to trust, and what is in the folder above already.
 _NEVER_IN_NAMES = (
-    *("name", "trusted_targets", "paths", "resume", "resume_sweep", "debug", "logger", "hydra"),
+    "name",
+    "trusted_targets",
+    "paths",
+    "resume",
+    "resume_sweep",
+    "debug",
+    "logger",
+    "hydra",
     "data.cache_dir",
 )
 _SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'", re.DOTALL)
@@ -152,8 +159,8 @@ def swept(overrides: Iterable[str], typed: Iterable[str]) -> list[str]:
     """Returns the overrides of a job that tell it from the other jobs of its sweep, as far as names say it.
 
     Args:
-        overrides: Of the job.
-        typed: Of the sweep. One that is the same there was not swept.
+        overrides: Overrides of the job.
+        typed: Overrides of the sweep. One that is the same there was not swept.
     """
     same = {(key_of(part), _squeezed(value_of(part))) for part in typed}
     told = [part for part in overrides if (key_of(part), _squeezed(value_of(part))) not in same]

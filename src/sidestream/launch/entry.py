@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream import cli
 from sidestream.config import hydra_trust, schema, trust, withheld
-from sidestream.config.compatibility import Layout, check, remarks
+from sidestream.config.compatibility import check, remarks
 from sidestream.config.errors import ConfigError, cannot_write, is_of_place
 from sidestream.config.help import help_text, list_options_once
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
+from sidestream.config.layout import Layout
 from sidestream.launch import (
     arguments,
     failures,

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from sidestream import cli
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.place import CONF
 from sidestream.launch import arguments, resume, taken
 from sidestream.launch.record import Launch

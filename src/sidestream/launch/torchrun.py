@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream import cli
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, stopping
 from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank

@@ -56,7 +56,7 @@ def start(cfg: DictConfig) -> None:
     command = shlex.join([*cli.typed(), *sys.argv[1:]])
     write_json_atomic(folder / "prediction.json", record(found, command=command, choices=choices))
     if cfg.predict.plot:
-        draw(found.asked.job, found.asked.cluster, folder / "prediction.png", title=_title(found, choices))
+        draw(found.asked, folder / "prediction.png", title=_title(found, choices))
     if sweeps:
         _jobs.append({"job": label, "found": found, "alike": same_figures(choices)})
         return

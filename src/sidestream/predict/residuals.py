@@ -118,7 +118,7 @@ def layer_milliseconds(row: dict[str, Any], cluster: Cluster) -> float:
 
 
 def layer(row: dict[str, Any], cluster: Cluster) -> Residual:
-    """Of one pass of one MoE layer."""
+    """Compares one pass of one MoE layer with a published row."""
     return residual(
         row["milliseconds"],
         layer_milliseconds(row, cluster),
@@ -140,7 +140,7 @@ def mean_error(rows: Sequence[Residual]) -> float:
 
 
 def largest_error(rows: Sequence[Residual]) -> float:
-    """Of the absolute errors."""
+    """The largest of the absolute errors."""
     return max(abs(row.error) for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Case f3 of the public bug reports: shared and routed experts side by side, by numbers worked out by hand.
+"""Shared and routed experts side by side, by numbers worked out by hand.
 
 A unit whose attention adds nothing, whose shared expert doubles and whose routed experts triple (H = 1).
 """
@@ -19,14 +19,13 @@ from torch.autograd import Function
 
 from sidestream.dispatch.base import Dispatcher, Received
 from sidestream.model.context import PLAIN
-from sidestream.model.moe import Routed
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.path import RoutedPath
 from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
 from sidestream.overlap.two_batch import TwoBatchOverlap
-from sidestream.routing.router import Decision
+from sidestream.routing.router import Decision, Routed
 from tests.core.build_tiny import parallel_for
 from tests.core.scale_experts import routing_of, scale_rows, wire
 from tests.rank_pool import ranks
@@ -121,7 +120,8 @@ def run(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_f3_shared_and_routed_add_5x_with_gradient_5_a_hundred_times(name: str) -> None:
+@pytest.mark.full
+def test_shared_and_routed_add_5x_with_gradient_5_a_hundred_times(name: str) -> None:
     for rank, results in enumerate(
         ranks(2).run(run, make=SCHEDULES[name], whole=True, repeat=100, pause_s=0.0005)
     ):
@@ -132,7 +132,7 @@ def test_f3_shared_and_routed_add_5x_with_gradient_5_a_hundred_times(name: str) 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_f3_on_and_off_are_bitwise_equal(name: str) -> None:
+def test_overlap_on_and_off_are_bitwise_equal(name: str) -> None:
     makes = (SCHEDULES[name], partial(SCHEDULES[name], enabled=False))
     on, off = (ranks(2).run(run, make=make, whole=False, pause_s=0.02) for make in makes)
     for ((added, grad),), ((added_off, grad_off),) in zip(on, off):
@@ -140,7 +140,7 @@ def test_f3_on_and_off_are_bitwise_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, TOKENS, TOKENS + 2])
-def test_f3_chunks_change_nothing(num_chunks: int) -> None:
+def test_chunks_change_no_sum(num_chunks: int) -> None:
     """Row by row nothing depends on the cut; chunks without tokens travel as well."""
     make = partial(ChunkedOverlap, num_chunks=num_chunks)
     chunked, plain = (ranks(2).run(run, make=m, whole=False) for m in (make, NoOverlap))

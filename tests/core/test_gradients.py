@@ -1,4 +1,4 @@
-"""Gradients under expert parallelism: cases a1 to a8, as numbers that can be checked by hand."""
+"""Gradients under expert parallelism, as numbers that can be checked by hand."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ from tests.core.build_tiny import (
 from tests.core.scale_experts import Scales, routing_of
 from tests.rank_pool import ranks
 
-# a1: expert gradients grow with EP size
+# Expert gradients do not grow with the expert-parallel size.
 
 
 def a1_all_to_one_expert(rank, world, ep):
@@ -43,7 +43,7 @@ def a1_all_to_one_expert(rank, world, ep):
 
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-def test_a1_expert_gradients_do_not_grow_with_ep(world, ep):
+def test_expert_gradients_do_not_grow_with_ep(world, ep):
     for grads in ranks(world).run(a1_all_to_one_expert, ep=ep):
         assert grads == [2.5, 0.0, 0.0, 0.0]
 
@@ -57,11 +57,11 @@ def a1_one_token_per_expert(rank, world):
     return grads
 
 
-def test_a1_each_rank_uses_both_experts():
+def test_each_rank_uses_both_experts():
     assert ranks(2).run(a1_one_token_per_expert) == [[1.0, 1.5], [1.0, 1.5]]
 
 
-# a2: clipping norm averaged over ranks that own different experts
+# The clipping norm is one over all ranks, each of which owns other experts.
 
 
 def a2_clip(rank, world, expert_grads, norm_type, max_norm):
@@ -82,7 +82,7 @@ def a2_clip(rank, world, expert_grads, norm_type, max_norm):
     return norm.item(), shared.grad.item(), expert.grad.to_local().tolist()
 
 
-def test_a2_norm_counts_every_expert_once_and_all_ranks_clip_alike():
+def test_norm_counts_every_expert_once_and_all_ranks_clip_alike():
     first, second = ranks(2).run(a2_clip, expert_grads=[4.0, 12.0], norm_type=2.0, max_norm=6.5)
     assert first[0] == second[0] == 13.0
     assert first[1] == second[1] == pytest.approx(1.5, abs=1e-5)
@@ -90,7 +90,7 @@ def test_a2_norm_counts_every_expert_once_and_all_ranks_clip_alike():
     assert second[2] == pytest.approx([6.0], abs=1e-5)
 
 
-def test_a2_clip_leaves_a_small_norm_alone():
+def test_clip_leaves_a_small_norm_alone():
     for norm, shared, _ in ranks(2).run(a2_clip, expert_grads=[4.0, 12.0], norm_type=2.0, max_norm=100.0):
         assert (norm, shared) == (13.0, 3.0)
 
@@ -105,19 +105,19 @@ def test_a2_clip_leaves_a_small_norm_alone():
         ([None, 1.0], math.inf, 3.0),
     ],
 )
-def test_a2_other_norms_and_an_empty_shard(expert_grads, norm_type, expected):
+def test_other_norms_and_an_empty_shard(expert_grads, norm_type, expected):
     for norm, _, _ in ranks(2).run(a2_clip, expert_grads=expert_grads, norm_type=norm_type, max_norm=100.0):
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("norm_type", "expected"), [(2.0, math.sqrt(14.0)), (math.inf, 3.0)])
-def test_a2_norm_of_several_tensors_on_one_rank(norm_type, expected):
+def test_norm_of_several_tensors_on_one_rank(norm_type, expected):
     params = [nn.Parameter(torch.zeros(size)) for size in (1, 2, 4)]
     params[0].grad, params[1].grad = torch.tensor([-3.0]), torch.tensor([2.0, 1.0])  # the last one has none
     assert global_norm(params, expert_group=None, norm_type=norm_type).item() == pytest.approx(expected)
 
 
-# a4: the router gets a partial gradient under EP
+# The router gets the whole gradient though its experts are on other ranks.
 
 
 def a4_router(rank, world, ep, dispatcher):
@@ -146,7 +146,7 @@ def a4_router(rank, world, ep, dispatcher):
         *((2, 2, name) for name in DISPATCHERS if name != "local"),
     ],
 )
-def test_a4_router_gets_the_whole_gradient(world, ep, dispatcher):
+def test_router_gets_the_whole_gradient(world, ep, dispatcher):
     for y, logits_grad, x_grad in ranks(world).run(a4_router, ep=ep, dispatcher=dispatcher):
         assert y == pytest.approx(4.0, abs=1e-6)
         assert logits_grad == pytest.approx([-0.75, 0.75], abs=1e-6)
@@ -163,15 +163,15 @@ def a4_expert_elsewhere(rank, world, dispatcher):
 
 
 @pytest.mark.parametrize("dispatcher", [name for name in DISPATCHERS if name != "local"])
-def test_a4_gradient_comes_back_from_another_rank(dispatcher):
+def test_gradient_comes_back_from_another_rank(dispatcher):
     assert ranks(2).run(a4_expert_elsewhere, dispatcher=dispatcher) == [5.0, 0.0]
 
 
-# a5: top-1 with normalised weights leaves the router untrained
+# With top-1 a normalised weight is always 1, and the router would not be trained.
 
 
 @pytest.mark.parametrize("normalize", [False, "auto"])
-def test_a5_top_1_trains_the_router(normalize):
+def test_top_1_trains_the_router(normalize):
     logits = torch.tensor([[0.0, math.log(3.0)]], requires_grad=True)
     routing = SoftmaxRouter(top_k=1, normalize=normalize)(logits).routing
     assert routing.expert_ids.tolist() == [[1]] and routing.weights.shape == (1, 1)
@@ -181,7 +181,7 @@ def test_a5_top_1_trains_the_router(normalize):
     assert logits.grad[0].tolist() == pytest.approx([-0.9375, 0.9375])
 
 
-def test_a5_normalised_top_1_is_refused():
+def test_normalised_top_1_is_refused():
     router = SoftmaxRouter(top_k=1, normalize=False)
     router.normalize = True  # what it would do: y = 5 whatever the router says
     logits = torch.tensor([[0.0, math.log(3.0)]], requires_grad=True)
@@ -192,7 +192,7 @@ def test_a5_normalised_top_1_is_refused():
         SoftmaxRouter(top_k=1, normalize=True)
 
 
-# a6: the global auxiliary loss is weakened by the world size
+# The auxiliary loss over the global batch is as strong on any number of ranks.
 
 A6_PROBS = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.4, 0.6]])
 A6_IDS = torch.tensor([[0], [0], [0], [1]])
@@ -228,26 +228,26 @@ def a6_global(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a6_global_scope_does_not_depend_on_the_ranks(world):
+def test_global_scope_does_not_depend_on_the_ranks(world):
     for value, grads in ranks(world).run(a6_global):
         assert value == pytest.approx(1.175, abs=1e-6)
         for grad in grads:
             assert grad == pytest.approx([0.375, 0.125], abs=1e-6)
 
 
-def test_a6_micro_batch_scope_is_per_rank():
+def test_micro_batch_scope_is_per_rank():
     values = [value for value, _ in ranks(2).run(a6_aux, scope="micro_batch")]
     assert values == pytest.approx([1.7, 1.0], abs=1e-6)
 
 
-def test_a6_sequence_scope_does_not_depend_on_the_ranks():
+def test_sequence_scope_does_not_depend_on_the_ranks():
     (one,), two = ranks(1).run(a6_aux, scope="sequence"), ranks(2).run(a6_aux, scope="sequence")
     assert one[0] == pytest.approx((1.7 + 1.0) / 2, abs=1e-6)
     assert [value for value, _ in two] == pytest.approx([1.7, 1.0], abs=1e-6)
     assert one[1] == two[0][1] + two[1][1]
 
 
-def test_a6_scope_must_be_known():
+def test_the_scope_of_balancing_must_be_known():
     with pytest.raises(
         ValueError, match=r"balance.scope=world: expected one of sequence, micro_batch, global"
     ):
@@ -256,7 +256,7 @@ def test_a6_scope_must_be_known():
 
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a6_perfect_balance_is_exactly_one(scope, top_k):
+def test_perfect_balance_is_exactly_one(scope, top_k):
     probs = torch.full((4, 4), 0.25)
     ids = torch.arange(4 * top_k).view(4, top_k) % 4
     loss = AuxLoss(coefficient=1.0, scope=scope).loss(decision_of(probs, ids), seq_length=4)
@@ -282,7 +282,7 @@ def a6_gate_gradient(rank, world, setup):
 
 
 @pytest.mark.parametrize("balance", ["aux", "aux_micro_batch", "aux_global"])
-def test_a6_auxiliary_loss_reaches_every_gate_in_training_only(balance):
+def test_auxiliary_loss_reaches_every_gate_in_training_only(balance):
     in_training, in_evaluation = ranks(1).run(a6_gate_gradient, setup=Setup(balance=balance))[0]
     assert min(in_training) > 1e-4 and in_evaluation == 0.0
 
@@ -303,7 +303,7 @@ def a6_backpropagated(rank, world, setup):
 
 
 @pytest.mark.parametrize("balance", ["aux", "aux_micro_batch", "aux_global", "bias"])
-def test_a6_logged_losses_are_what_was_backpropagated(balance):
+def test_logged_losses_are_what_was_backpropagated(balance):
     results = ranks(2).run(a6_backpropagated, setup=Setup(balance=balance, ep=2, accumulation=2))
     total = sum(seen for seen, *_ in results)
     for _, loss, aux, coefficient in results:
@@ -311,7 +311,7 @@ def test_a6_logged_losses_are_what_was_backpropagated(balance):
 
 
 @pytest.mark.parametrize(("balance", "micro_batches_alone"), [("aux_global", 1), ("aux_micro_batch", 2)])
-def test_a6_scopes_give_the_same_gradients_on_ranks(balance, micro_batches_alone):
+def test_scopes_give_the_same_gradients_on_ranks(balance, micro_batches_alone):
     """`global` over two ranks equals one rank; `micro_batch` on two ranks equals two micro-batches on one."""
     one = ranks(1).run(run_steps, setup=Setup(balance=balance, accumulation=micro_batches_alone))[0]
     for two in ranks(2).run(run_steps, setup=Setup(balance=balance, ep=2)):
@@ -320,7 +320,7 @@ def test_a6_scopes_give_the_same_gradients_on_ranks(balance, micro_batches_alone
         assert two["aux"] == pytest.approx(one["aux"], rel=1e-6)
 
 
-# a8: the optimizer keeps discarded parameters; replicated weights drift
+# The optimizer holds the parameters that are trained; replicas stay equal.
 
 
 def a8_train(rank, world, setup):
@@ -342,7 +342,7 @@ def a8_train(rank, world, setup):
     return in_model, in_optimizer, in_buckets, before, after, experts
 
 
-def test_a8_every_parameter_is_optimized_once_and_changes():
+def test_every_parameter_is_optimized_once_and_changes():
     setup = Setup(ep=2, optimizer="sgd", max_norm=None)
     for in_model, in_optimizer, in_buckets, before, after, experts in ranks(2).run(a8_train, setup=setup):
         assert in_model == in_optimizer == in_buckets and len(set(in_model)) == len(in_model)
@@ -352,7 +352,7 @@ def test_a8_every_parameter_is_optimized_once_and_changes():
 
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (4, 2)])
-def test_a8_replicas_are_bitwise_equal_after_five_steps(world, ep):
+def test_replicas_are_bitwise_equal_after_five_steps(world, ep):
     results = ranks(world).run(a8_train, setup=Setup(ep=ep, accumulation=2, steps=5, balance="bias"))
     for rank, (*_, after, experts) in enumerate(results):
         for name, value in after.items():
@@ -373,7 +373,7 @@ def a8_drift(rank, world, name):
     return ""
 
 
-def test_a8_a_replica_that_drifted_is_named_on_every_rank():
+def test_a_replica_that_drifted_is_named_on_every_rank():
     for message in ranks(4).run(a8_drift, name="blocks.1.moe.shared_expert.down.weight"):
         assert "first: blocks.1.moe.shared_expert.down.weight" in message
     # Ranks 1 and 3 hold the same experts: nothing differs between them.

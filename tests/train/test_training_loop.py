@@ -1,4 +1,4 @@
-"""Lightning and logging: cases i4, i5, and what happens around a step."""
+"""Lightning and logging: one axis of optimizer steps, stopping on a signal, and what happens around a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.train.fit import assert_same_run, fit, losses, tensors
 
 
 @pytest.mark.full
-def test_i4_one_axis_of_optimizer_steps(tmp_path: Path) -> None:
+def test_one_axis_of_optimizer_steps(tmp_path: Path) -> None:
     """8 sequences, accumulation 4: a record per optimizer step; tokens are global and the same for every world."""
     fit(tmp_path / "two", "data.micro_batch_size=1", "trainer.max_steps=2", "trainer.val_check_interval=1")
     fit(tmp_path / "one", "data.micro_batch_size=2", "trainer.max_steps=2", world=1)
@@ -48,7 +48,7 @@ def test_validation_and_saving_do_not_change_training(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_i5_signal_to_one_rank_stops_all_at_the_same_step(rank: int, tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_all_at_the_same_step(rank: int, tmp_path: Path) -> None:
     results = fit(tmp_path / "stopped", stop=(rank, 4))
     assert [result["status"] for result in results] == ["interrupted", "interrupted"]
     assert [path.name for path in checkpoints(tmp_path / "stopped")] == ["step-00000004"]
@@ -57,7 +57,7 @@ def test_i5_signal_to_one_rank_stops_all_at_the_same_step(rank: int, tmp_path: P
     assert all(torch.equal(stopped[name], whole[name]) for name in whole)
 
 
-def test_i5_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     fit(tmp_path / "stopped", stop=(1, 4))
     fit(tmp_path / "stopped", f"resume={tmp_path / 'stopped'}")
     fit(tmp_path / "whole")
@@ -132,7 +132,7 @@ def test_bf16_trains_and_resumes(precision: str, tmp_path: Path) -> None:
     fit(tmp_path / "part", *options, f"resume={tmp_path / 'part'}")
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
     state = tensors(checkpoints(tmp_path / "part")[-1])
-    for name in ("gate", "selection_bias"):  # case d1
+    for name in ("gate", "selection_bias"):  # fp32 in every precision
         assert state[f"state_dict.model.blocks.1.moe.{name}"].dtype == torch.float32
     weights = state["state_dict.model.blocks.1.moe.experts.w_down"].dtype
     assert weights == (torch.float32 if precision == "bf16-mixed" else torch.bfloat16)

@@ -30,16 +30,16 @@ from sidestream.config.errors import ConfigError
 from sidestream.conformance.serial import SerialLog
 from sidestream.exchange.link import ThrottledLink
 from sidestream.exchange.ops import Span
-from sidestream.measure.overlap_bound import Event, hideable
-from sidestream.measure.overlap_exchange import Deliver, Exchange, RecordExchanges, Replay, channel_of
-from sidestream.measure.overlap_pass import COMPUTE, WIRE, Bar, PassTrace, median_events
-from sidestream.measure.overlap_report import OverlapReport, hidden_seconds, overlap_report
-from sidestream.measure.overlap_trace import ASLEEP, Hooks, Key, Tracer
-from sidestream.measure.overlap_work import Work, set_training
-from sidestream.measure.rounds import barrier, finish_device, median, time_rounds
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.slots import MEASURED_STEPS
 from sidestream.parallel.mesh import Parallel
+from sidestream.profiling.bound import Event, hideable
+from sidestream.profiling.exchange import Deliver, Exchange, RecordExchanges, Replay, channel_of
+from sidestream.profiling.figures import OverlapReport, hidden_seconds, overlap_report
+from sidestream.profiling.rounds import barrier, finish_device, median, time_rounds
+from sidestream.profiling.spans import COMPUTE, WIRE, Bar, PassTrace, median_events
+from sidestream.profiling.trace import ASLEEP, Key, Listening, Tracer
+from sidestream.profiling.work import Work, set_training
 
 ARMS = ("compute", "communication", "serial", "overlapped")
 SHOWN = ("serial", "overlapped")
@@ -75,7 +75,7 @@ class Measured:
         return (of_arm.sum(dim=1) if name == BOTH else of_arm[:, self.passes.index(name)]).tolist()
 
     def milliseconds(self, arm: str, name: str = BOTH) -> list[float]:
-        """Of each round, as they are written to files: every figure of them comes from these."""
+        """Milliseconds of each round, as they are written to files: every figure of them comes from these."""
         return [round(1e3 * value, 4) for value in self.rounds_of(arm, name)]
 
     def median(self, arm: str, name: str = BOTH) -> float:
@@ -102,7 +102,7 @@ class Measured:
         return [(s - o) / min(c, m) for c, m, s, o in rounds if min(c, m) > NOISE_S]
 
     def bars(self, arm: str) -> list[list[Bar]]:
-        """Of this rank, per pass."""
+        """The parts of this rank's timeline, per pass."""
         return [trace.bars() for trace in self.traces[arm]]
 
     def hidden_seconds(self, arm: str = "overlapped") -> tuple[float, float]:
@@ -118,7 +118,7 @@ class Measured:
 
 
 class Bench:
-    """Runs a piece of work in the four ways. Hooks stay on its parts until `close`.
+    """Runs a piece of work in the four ways. Its parts report until `close`.
 
     Raises:
         ValueError: Nothing travels, see `channel_of`.
@@ -133,10 +133,10 @@ class Bench:
         self._replay: Replay | None = None
         self._splits: list[int] = []  # number of the first transfer of each pass, and of none
         self._traces: list[PassTrace] = []
-        self._hooks = Hooks(work.blocks, self.tracer)
+        self._listening = Listening(work.blocks, self.tracer)
 
     def close(self) -> None:
-        self._hooks.close()
+        self._listening.close()
         self.channel.deliver = self.channel.spans = None
 
     @property
@@ -260,7 +260,7 @@ class Bench:
 
     def search_slot(self, parallel: Parallel) -> None:
         """Let a schedule that looks for the best slot do so, under the conditions that are measured."""
-        slots = getattr(self.schedule, "slots", None)
+        slots = self.schedule.slots
         if slots is None:
             return
         self.schedule.enabled = True

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sidestream.measure.arms import Arm
 
 
 def order_of_round(num_arms: int, round_index: int, *, seed: int) -> list[int]:
@@ -36,6 +33,19 @@ def median(seconds: Tensor) -> Tensor:
         seconds: `[rounds, ...]`, floating point; the rest of the shape comes back.
     """
     return seconds.quantile(0.5, dim=0)
+
+
+def summarize(values: list[float]) -> dict[str, float]:
+    """Minimum, quartiles, median and maximum of a list of rounds."""
+    ordered = sorted(values)
+    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    return {
+        "min": ordered[0],
+        "q1": round(q1, 4),
+        "median": round(statistics.median(ordered), 4),
+        "q3": round(q3, 4),
+        "max": ordered[-1],
+    }
 
 
 def barrier() -> None:
@@ -61,57 +71,6 @@ def timed(part: Callable[[], object], device: torch.device) -> float:
     part()
     finish_device(device)
     return time.perf_counter() - begin
-
-
-def call(arm: Arm, x: Tensor, output_gradient: Tensor) -> tuple[float, float]:
-    """One forward and one backward of an arm, from cleared gradients.
-
-    Returns:
-        Seconds of this rank, forward and backward.
-    """
-    arm.clear_gradients()
-    leaf = x.detach().requires_grad_()
-    barrier()
-    begin = time.perf_counter()
-    output = arm.forward(leaf)
-    forward = time.perf_counter() - begin
-    barrier()
-    begin = time.perf_counter()
-    output.backward(output_gradient)
-    backward = time.perf_counter() - begin
-    barrier()
-    return forward, backward
-
-
-def run_rounds(
-    arms: Sequence[Arm],
-    *,
-    tokens: Callable[[int], Tensor],
-    output_gradient: Tensor,
-    rounds: int,
-    warmup: int,
-    seed: int,
-) -> Tensor:
-    """Time all arms of the layer benchmark. Collective.
-
-    Args:
-        tokens: Number of a draw -> `[T, D]`; every call has a draw of its own. The GEMM library keeps its kernels by
-            row count for the whole process: with common tokens the first arm of a round would build those of the
-            others.
-        output_gradient: `[T, D]`.
-        rounds: Rounds that count.
-        warmup: Rounds before them that do not.
-
-    Returns:
-        `[rounds, arms, 2]` float64 seconds of the slowest rank, forward and backward.
-    """
-
-    def measure(number: int, index: int) -> tuple[float, float]:
-        times = call(arms[number], tokens(index * len(arms) + number), output_gradient)
-        arms[number].clear_gradients()
-        return times
-
-    return time_rounds(len(arms), measure, parts=2, rounds=rounds, warmup=warmup, seed=seed)
 
 
 def time_rounds(

@@ -1,4 +1,4 @@
-"""Rows that the experts compute (case j2)."""
+"""Rows that the experts compute: how many of them are padding."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ IDS = [[e] for e, count in enumerate(COUNTS) for _ in range(count)]
 
 @pytest.mark.parametrize(("alignment", "rows"), [(1, 16), (8, 40)])
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_j2_experts_are_not_padded_to_the_busiest(name, alignment, rows):
+def test_experts_are_not_padded_to_the_busiest(name, alignment, rows):
     dispatcher = wire(name, num_experts=4, alignment=alignment)
     plan = dispatcher.plan(routing_of(IDS))
     received = dispatcher.dispatch(torch.ones(16, 1), plan).wait()
@@ -39,12 +39,12 @@ def j2_rows_on_two_ranks(rank, world, name, alignment):
 
 @pytest.mark.parametrize(("alignment", "rows"), [(1, [14, 2]), (8, [24, 16])])
 @pytest.mark.parametrize("name", [name for name in DISPATCHERS if name != "local"])
-def test_j2_ranks_size_their_buffers_by_their_own_rows(name, alignment, rows):
+def test_ranks_size_their_buffers_by_their_own_rows(name, alignment, rows):
     found = ranks(2).run(j2_rows_on_two_ranks, name=name, alignment=alignment)
     assert found == [(n, True, n) for n in rows]
 
 
-def test_j2_bound_of_rows_does_not_depend_on_the_imbalance():
+def test_bound_of_rows_does_not_depend_on_the_imbalance():
     assert max_slots(16, num_experts=4, alignment=8) == 16 + 4 * 7
     assert max_slots(2, num_experts=64, alignment=8) == 16  # two rows reach two experts at most
     assert max_slots(0, num_experts=4, alignment=8) == 0
@@ -52,7 +52,7 @@ def test_j2_bound_of_rows_does_not_depend_on_the_imbalance():
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_j2_alignment_does_not_change_the_output(name, fusion):
+def test_alignment_does_not_change_the_output(name, fusion):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 32, generator=generator)
     weights = [torch.randn(4, 32, n, generator=generator, requires_grad=True) for n in (64, 32)]

@@ -142,7 +142,7 @@ class Windows:
             self.signal(_FAILED, 1)
 
     def value(self, rank: int, flag: int) -> int:
-        """Of a rank's flag now; after a wait for what was raised later, also the value that goes with it."""
+        """Read a rank's flag; after a wait for what was raised later, also the value that goes with it."""
         return self._flag(rank, flag).value
 
     def wait(self, rank: int, flag: int, at_least: int) -> None:

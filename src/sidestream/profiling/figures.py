@@ -33,7 +33,7 @@ class OverlapReport:
         comm_share: Communication over the serial time.
         speedup: Serial over overlapped.
         contention: Time computed while exchanges were under way, over compute alone; 1 is undisturbed.
-        bound: The largest E_hide that this schedule can reach with these parts, see `overlap_bound`.
+        bound: The largest E_hide that this schedule can reach with these parts, see `profiling.bound`.
         reached: Of the time that this schedule can hide, the share that it did.
     """
 

@@ -11,9 +11,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sidestream.measure.overlap import ARMS, SHOWN, Measured
-from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
-from sidestream.measure.summary import summarize
+from sidestream.profiling.bench import ARMS, SHOWN, Measured
+from sidestream.profiling.rounds import summarize
+from sidestream.profiling.spans import COMPUTE, REST, WIRE, Bar
 from sidestream.tracking.drawing import COLORS, NEUTRAL
 from sidestream.tracking.folder import write_bytes_atomic
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 EXPERTS = "experts"
@@ -117,9 +117,11 @@ def _early_starts(events: list[Event]) -> list[Event]:
     return [mirror(event) for event in reversed(_late_waits(mirrored))]
 
 
-def mirror(event: Event) -> Event:
+def mirror(event: Event, *, transfer: int | None = None) -> Event:
+    """What it is in the other pass, read from the end: a start is a wait. `transfer`: its number there."""
     kind, name = event.kind, event.name
     if kind in ("start", "wait"):
         kind = "wait" if kind == "start" else "start"
         name = name.removesuffix(BACKWARD) if name.endswith(BACKWARD) else name + BACKWARD
-    return replace(event, kind=kind, name=name, backward=not event.backward)
+    number = event.transfer if transfer is None else transfer
+    return Event(kind, name, not event.backward, number, event.seconds)

@@ -1,10 +1,10 @@
-"""Hooks around the parts of a unit: when each was computed, in both passes, and a sleep in its place if asked for.
+"""The parts of a unit: when each was computed, in both passes, and a sleep in its place if asked for.
 
     attention, attention_before, feed_forward, router, experts, weight_gradients, shared, shared_up, shared_down
 
-The hooks replace bound methods on the instances and are taken away by `close`. In forward a part is what happens
-between its call and its return. In backward it is what autograd does between two markers: the one on the part's output,
-which is reached first, and the one on its inputs, which has all their gradients when it is reached.
+The parts report themselves, see `overlap.recorder`. In forward a part is what happens between its call and its return.
+In backward it is what autograd does between two markers: the one on the part's output, which is reached first, and the
+one on its inputs, which has all their gradients when it is reached.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sidestream.dispatch.base import Received
 from sidestream.fusion.late import Late
 from sidestream.model.block import DenseBlock, MoEUnit
-from sidestream.model.context import PLAIN, TokenContext
-from sidestream.model.moe import LateWeights, MoE, Routed
+from sidestream.model.moe import LateWeights
+from sidestream.overlap.recorder import SILENT, Recorder
+from sidestream.routing.router import Routed
 
 ASLEEP = (
     "attention",
@@ -213,8 +215,8 @@ class _Fence(torch.autograd.Function):
         return None, grad
 
 
-class Hooks:
-    """Puts the hooks on blocks; `close` takes them away.
+class Listening:
+    """Lets blocks report to a tracer; `close` makes them silent again.
 
     Args:
         blocks: Units, and dense blocks that run on their own; the block that a unit runs comes with it.
@@ -222,96 +224,68 @@ class Hooks:
     """
 
     def __init__(self, blocks: Sequence[MoEUnit | DenseBlock], tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._replaced: list[tuple[Any, str]] = []
+        self._blocks = blocks
         for number, block in enumerate(blocks):
-            self._tensor_part(number, block, "attention", "attention")
-            if isinstance(block, DenseBlock):
-                self._tensor_part(number, block, "feed_forward", "feed_forward")
-                continue
-            if block.before is not None:
-                self._tensor_part(number, block.before, "attention", "attention_before")
-                self._tensor_part(number, block.before, "feed_forward", "feed_forward")
-            self._unit(number, block)
+            _record(block, _UnitRecorder(tracer, number))
 
     def close(self) -> None:
-        for owner, attribute in self._replaced:
-            delattr(owner, attribute)
-        self._replaced.clear()
+        for block in self._blocks:
+            _record(block, SILENT)
 
-    def _replace(self, owner: Any, attribute: str, function: Callable[..., Any]) -> None:
-        setattr(owner, attribute, function)
-        self._replaced.append((owner, attribute))
 
-    def _tensor_part(self, unit: int, owner: Any, method: str, name: str) -> None:
-        """A method whose first argument is a tensor; further tensors are only read."""
-        original = getattr(owner, method)
+def _record(block: MoEUnit | DenseBlock, recorder: Recorder) -> None:
+    if isinstance(block, MoEUnit):
+        block.record(recorder)
+    else:
+        block.recorder = recorder
 
-        def call(x: Tensor, *rest: Any) -> Tensor:
-            return self._tracer.part(unit, name, lambda x: original(x, *rest), x)
 
-        self._replace(owner, method, call)
+class _UnitRecorder(Recorder):
+    """The spans of one unit."""
 
-    def _unit(self, number: int, unit: MoEUnit) -> None:
-        moe, forward = unit.moe, unit.forward
-        self._replace(unit, "forward", lambda h, context: _Fence.apply(self._tracer, forward(h, context)))
-        self._replace(moe, "route", self._route(number, moe))
-        self._replace(moe.experts, "forward", self._experts(number, moe))
-        self._replace(moe.experts, "late_weights", self._late_weights(number, moe))
-        if moe.shared_expert is not None:
-            self._tensor_part(number, moe, "shared", "shared")
-            self._tensor_part(number, moe, "shared_up", "shared_up")
-            down = moe.shared_down
-            self._replace(
-                moe, "shared_down", lambda i, x: self._tracer.part(number, "shared_down", down, i, x)
-            )
+    def __init__(self, tracer: Tracer, unit: int) -> None:
+        self._tracer, self._unit = tracer, unit
 
-    def _route(self, number: int, moe: MoE) -> Callable[..., Routed]:
-        original = moe.route
+    def part(self, name: str, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return self._tracer.part(self._unit, name, call, *inputs)
 
-        def route(x: Tensor, context: TokenContext = PLAIN, *, avoid: Tensor | None = None) -> Routed:
-            routed: list[Routed] = []
+    def router(self, call: Callable[[Tensor], Routed], x: Tensor) -> Routed:
+        routed: list[Routed] = []
 
-            def weights(x: Tensor) -> Tensor:
-                routed.append(original(x, context, avoid=avoid))
-                return routed[0].decision.routing.weights
+        def weights(x: Tensor) -> Tensor:
+            routed.append(call(x))
+            return routed[0].decision.routing.weights
 
-            chosen = self._tracer.part(number, "router", weights, x)
-            decision = routed[0].decision
-            routing = replace(decision.routing, weights=chosen)
-            # The rows bypass the markers: in backward they are there only after the reverse dispatch.
-            rows = x.reshape(-1, x.shape[-1]).to(routed[0].x_TH.dtype)
-            return replace(routed[0], x_TH=rows, decision=replace(decision, routing=routing))
+        chosen = self.part("router", weights, x)
+        decision = routed[0].decision
+        routing = replace(decision.routing, weights=chosen)
+        # The rows bypass the markers: in backward they are there only after the reverse dispatch.
+        rows = x.reshape(-1, x.shape[-1]).to(routed[0].x_TH.dtype)
+        return replace(routed[0], x_TH=rows, decision=replace(decision, routing=routing))
 
-        return route
+    def experts(self, call: Callable[[Received, Any], Tensor], received: Received, late: Any) -> Tensor:
+        def on_rows(rows: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
+            return call(replace(received, rows=rows, row_weights=weights), late)
 
-    def _experts(self, number: int, moe: MoE) -> Callable[..., Tensor]:
-        original = moe.experts.forward
+        inputs: tuple[Tensor, ...] = (received.rows, received.row_weights)
+        if late is not None and self._tracer.asleep:
+            inputs += late.weights[:1]  # so that backward passes by where the weight gradients sleep
+        return self.part("experts", on_rows, *inputs)
 
-        def forward(received: Any, late: LateWeights | None = None) -> Tensor:
-            def call(rows: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
-                return original(replace(received, rows=rows, row_weights=weights), late)
+    def late_weights(
+        self, call: Callable[[torch.dtype], LateWeights], dtype: torch.dtype, parameter: Tensor
+    ) -> LateWeights:
+        name = "weight_gradients"
+        part = _Part(self._tracer, name, self._tracer._key(self._unit, name))
+        if self._tracer.asleep:
+            token = _SleepLater.apply(part, parameter)
+            return LateWeights((token, token), (Late(), Late()))
+        late = call(dtype)
+        _time_both(part, late)
+        return late
 
-            inputs: tuple[Tensor, ...] = (received.rows, received.row_weights)
-            if late is not None and self._tracer.asleep:
-                inputs += late.weights[:1]  # so that backward passes by where the weight gradients sleep
-            return self._tracer.part(number, "experts", call, *inputs)
-
-        return forward
-
-    def _late_weights(self, number: int, moe: MoE) -> Callable[..., LateWeights]:
-        original, tracer = moe.experts.late_weights, self._tracer
-
-        def late_weights(dtype: torch.dtype) -> LateWeights:
-            part = _Part(tracer, "weight_gradients", tracer._key(number, "weight_gradients"))
-            if tracer.asleep:
-                token = _SleepLater.apply(part, moe.experts.w_gate_up)
-                return LateWeights((token, token), (Late(), Late()))
-            late = original(dtype)
-            _time_both(part, late)
-            return late
-
-        return late_weights
+    def unit(self, output: Tensor) -> Tensor:
+        return _Fence.apply(self._tracer, output)
 
 
 class _SleepLater(torch.autograd.Function):
@@ -332,19 +306,18 @@ class _SleepLater(torch.autograd.Function):
 def _time_both(part: _Part, late: LateWeights) -> None:
     """Make one part of the two gradients: it begins with the first and ends with the second."""
     todo = len(late.gradients)
+
+    def timed(compute: Callable[[], Tensor]) -> Tensor:
+        nonlocal todo
+        if todo == len(late.gradients):
+            part.enter(backward=True)
+        value = compute()
+        todo -= 1
+        if todo == 0:
+            part.leave(backward=True)
+            if part.tracer.recording:
+                part.tracer.recorded[part.key] = Recorded()
+        return value
+
     for gradient in late.gradients:
-        compute = gradient.compute
-
-        def timed(compute: Callable[[], Tensor] = compute) -> Tensor:
-            nonlocal todo
-            if todo == len(late.gradients):
-                part.enter(backward=True)
-            value = compute()
-            todo -= 1
-            if todo == 0:
-                part.leave(backward=True)
-                if part.tracer.recording:
-                    part.tracer.recorded[part.key] = Recorded()
-            return value
-
-        gradient.compute = timed  # type: ignore[method-assign]
+        gradient.around = timed

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from sidestream.data.batch import Batch
-from sidestream.measure.overlap import SHOWN, Bench, Measured
-from sidestream.measure.overlap_exchange import channel_of
-from sidestream.measure.overlap_picture import both_arms
-from sidestream.measure.overlap_report import OverlapReport, ratio
-from sidestream.measure.overlap_work import UnitWork, preserved, unit_input
 from sidestream.model.transformer import MoETransformer
-from sidestream.tracking.result import Overlap
+from sidestream.profiling.bench import SHOWN, Bench, Measured
+from sidestream.profiling.exchange import channel_of
+from sidestream.profiling.figures import OverlapReport, ratio
+from sidestream.profiling.picture import both_arms
+from sidestream.profiling.work import UnitWork, preserved, unit_input
+from sidestream.tracking.result import OverlapResult
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ReportOverlap(Callback):
             self._arms = both_arms(measured, ranks)
 
     def picture(self, title: str) -> dict[str, Any] | None:
-        """What `overlap_picture.save` draws of the last report, on rank 0; None before the first."""
+        """What `profiling.picture.save` draws of the last report, on rank 0; None before the first."""
         if self.last is None or self._arms is None:
             return None
         lines = [
@@ -82,11 +82,11 @@ class ReportOverlap(Callback):
         figures = f"E_hide {ratio(self.last.e_hide)}, at most {ratio(self.last.bound)} with this schedule"
         return {"title": lines, "figures": figures, **self._arms}
 
-    def result(self) -> Overlap | None:
+    def result(self) -> OverlapResult | None:
         """The entry `overlap` of result.json."""
         if self.last is None:
             return None
-        return Overlap(
+        return OverlapResult(
             compute_ms=1e3 * self.last.t_comp,
             comm_ms=1e3 * self.last.t_comm,
             serial_ms=1e3 * self.last.t_serial,

@@ -1,4 +1,4 @@
-"""Process groups and the experts' identity (cases h1, h2, h6)."""
+"""Process groups and the experts' identity."""
 
 from datetime import timedelta
 from unittest import mock
@@ -15,7 +15,7 @@ from tests.core.build_tiny import DISPATCHERS, Setup, full, make_model, parallel
 from tests.core.scale_experts import wire
 from tests.rank_pool import ranks
 
-# h1: ranks create different groups at the same call
+# All ranks create the same groups at the same call.
 
 
 def h1_groups(rank, world, ep):
@@ -45,7 +45,7 @@ def h1_groups(rank, world, ep):
     return calls[:in_build], len(calls) - in_build, members, sums
 
 
-def test_h1_same_groups_in_the_same_order_on_every_rank():
+def test_same_groups_in_the_same_order_on_every_rank():
     results = ranks(4).run(h1_groups, ep=2)
     calls = results[0][0]
     assert all(result[0] == calls for result in results)
@@ -61,7 +61,7 @@ def test_h1_same_groups_in_the_same_order_on_every_rank():
     assert all(s["dp"] == s["control"] == 10 for s in sums)
 
 
-# h2: impossible layouts
+# Impossible layouts.
 
 
 def h2_layout(rank, world, ep):
@@ -74,7 +74,7 @@ def h2_layout(rank, world, ep):
 
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 4), (2, 0), (2, -1), (4, 3)])
-def test_h2_impossible_expert_parallel_size(world, ep):
+def test_impossible_expert_parallel_size(world, ep):
     for message, groups_made in ranks(world).run(h2_layout, ep=ep):
         expected = f"strategy.expert_parallel_size={ep}: expected a divisor of the world size {world}"
         assert message == expected and groups_made == 0
@@ -89,7 +89,7 @@ def h2_experts(rank, world, num_experts):
     assert parallel.expert_range(8) == (2 * rank, 2 * rank + 2)
 
 
-def test_h2_experts_that_do_not_divide():
+def test_experts_that_do_not_divide():
     ranks(4).run(h2_experts, num_experts=6)
 
 
@@ -100,22 +100,22 @@ def h2_local(rank, world):
         wire("local", num_experts=8, group=parallel_for(2).ep_group)
 
 
-def test_h2_local_dispatcher_needs_all_experts():
+def test_local_dispatcher_needs_all_experts():
     ranks(2).run(h2_local)
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_h2_exact_sizes_have_no_budget(name):
+def test_exact_sizes_have_no_budget(name):
     with pytest.raises(ValueError, match=rf"dispatcher={name}: budget 64"):
         wire(name, num_experts=2).resize(64)
 
 
-def test_h2_wire_comes_first():
+def test_wire_comes_first():
     with pytest.raises(AssertionError, match="wire"):
         LocalDispatcher().plan(None)
 
 
-# h6: all experts end up identical
+# Experts differ from each other.
 
 
 def h6_experts(rank, world, ep, steps):
@@ -128,7 +128,7 @@ def h6_experts(rank, world, ep, steps):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_h6_experts_differ_and_do_not_depend_on_ep(steps):
+def test_experts_differ_and_do_not_depend_on_ep(steps):
     reference = ranks(1).run(h6_experts, ep=1, steps=steps)[0]
     assert len(reference) == 4
     for world, ep in [(2, 1), (2, 2), (4, 4), (4, 2)]:
@@ -147,6 +147,6 @@ def h6_shards(rank, world, steps):
     return [local(p).shape[0] for p in model.parameters() if is_expert(p)], model.parts.expert_range
 
 
-def test_h6_a_rank_holds_only_its_share():
+def test_a_rank_holds_only_its_share():
     for rank, (sizes, expert_range) in enumerate(ranks(2).run(h6_shards, steps=0)):
         assert sizes == [4] * 4 and expert_range == (4 * rank, 4 * rank + 4)

@@ -98,7 +98,7 @@ def load_huggingface(model: MoETransformer, folder: Path) -> None:
     """Fill this rank's part of a model, before `Reduction.shard`.
 
     Args:
-        model: Of the same shape; experts are plain tensors of `model.parts.expert_range`.
+        model: A model of the same shape; experts are plain tensors of `model.parts.expert_range`.
         folder: A Hugging Face checkpoint.
 
     Raises:
@@ -162,7 +162,7 @@ def write_huggingface(
         tensor: Name -> the whole tensor, all experts; asked for one at a time.
         shape: The model's shape.
         config: From `config_json`.
-        dtype: Of the written weights.
+        dtype: Dtype of the written weights.
         shard_bytes: Size of a file.
         check: Told where the finished folder lies before it gets its name; raises what stands against it.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sidestream.exchange.ops import Span
-from sidestream.measure.overlap_bound import BACKWARD, Event
-from sidestream.measure.overlap_trace import PartSpan
+from sidestream.profiling.bound import BACKWARD, Event
+from sidestream.profiling.trace import PartSpan
 
 COMPUTE, WIRE = "compute", "communication"
 REST = "rest"  # what is computed between the parts: packing, sums, norms
@@ -33,7 +33,7 @@ class PassTrace:
 
     Attributes:
         begin, end: Of the pass on this rank.
-        parts, fences: See `overlap_trace.Tracer`.
+        parts, fences: See `profiling.trace.Tracer`.
         spans: Of the channel.
     """
 
@@ -79,7 +79,7 @@ class PassTrace:
         return bars
 
     def events(self) -> list[Event]:
-        """The pass as `overlap_bound` takes it. For a pass in which no wait waited.
+        """The pass as `profiling.bound` takes it. For a pass in which no wait waited.
 
         Time between two entries belongs to a wait in front of it (unpacking), else to what follows.
         """

@@ -1,4 +1,4 @@
-"""Precision of the router and place of the routing weight (cases d1, d3, d5)."""
+"""Precision of the router and place of the routing weight."""
 
 import io
 import math
@@ -49,7 +49,7 @@ def decide(moe, x):
     return seen[0]
 
 
-# d1: the balancing bias silently becomes bf16
+# The balancing bias stays fp32.
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def decide(moe, x):
         lambda moe: torch.nn.Sequential(moe).to("cpu", torch.bfloat16)[0],
     ],
 )
-def test_d1_bias_and_gate_keep_their_bits_in_a_cast(cast):
+def test_bias_and_gate_keep_their_bits_in_a_cast(cast):
     moe = moe_layer()
     with torch.no_grad():
         moe.selection_bias.fill_(1.001)
@@ -75,7 +75,7 @@ def test_d1_bias_and_gate_keep_their_bits_in_a_cast(cast):
     assert moe.selection_bias.is_meta and moe.gate.is_meta and moe.gate.dtype == torch.float32
 
 
-def test_d1_bias_is_fp32_under_a_bf16_default_dtype():
+def test_bias_is_fp32_under_a_bf16_default_dtype():
     torch.set_default_dtype(torch.bfloat16)
     try:
         moe = moe_layer()
@@ -85,7 +85,7 @@ def test_d1_bias_is_fp32_under_a_bf16_default_dtype():
     assert moe.experts.w_down.dtype == torch.bfloat16
 
 
-def test_d1_bias_survives_saving_and_loading():
+def test_bias_survives_saving_and_loading():
     saved = moe_layer(update_rate=1.001).to(torch.bfloat16)
     buffer = saved.selection_bias
     saved.parts.balance.commit(buffer, torch.tensor([4, 0]))
@@ -100,7 +100,7 @@ def test_d1_bias_survives_saving_and_loading():
     assert torch.equal(loaded.selection_bias, buffer)
 
 
-def test_d1_a_small_difference_of_biases_decides_and_weights_stay_unbiased():
+def test_a_small_difference_of_biases_decides_and_weights_stay_unbiased():
     moe = moe_layer().to(torch.bfloat16)
     moe.selection_bias.copy_(torch.tensor([7.00, 7.01]))  # both 7.0 in bf16
     decision = decide(moe, torch.ones(3, 1, dtype=torch.bfloat16))
@@ -108,11 +108,11 @@ def test_d1_a_small_difference_of_biases_decides_and_weights_stay_unbiased():
     assert decision.routing.weights.tolist() == [[0.5]] * 3
 
 
-# d3: probabilities cast to bf16 before top-k
+# Probabilities are fp32 when the top k are chosen.
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_d3_gate_and_probabilities_are_fp32(precision):
+def test_gate_and_probabilities_are_fp32(precision):
     moe = moe_layer()
     with torch.no_grad():
         moe.gate.copy_(torch.tensor([[1.000], [1.001]]))  # equal in bf16
@@ -125,7 +125,7 @@ def test_d3_gate_and_probabilities_are_fp32(precision):
     assert decision.probs.dtype == decision.routing.weights.dtype == torch.float32
 
 
-def test_d3_choices_equal_fp64():
+def test_choices_equal_fp64():
     moe = moe_layer(num_experts=64, hidden_size=256, top_k=8)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_d3_choices_equal_fp64():
     assert differ.float().mean() <= 1e-4  # a bf16 gate changes 2.5 % of the rows, bf16 probabilities 0.2 %
 
 
-# d5: where and how often the routing weight is applied
+# Where and how often the routing weight is applied.
 
 
 def run_experts(dispatcher, fusion, x, routing, w_gate_up, w_down):
@@ -153,7 +153,7 @@ def run_experts(dispatcher, fusion, x, routing, w_gate_up, w_down):
 
 
 @pytest.mark.parametrize(("dispatcher", "fusion"), [*product(DISPATCHERS, FUSIONS)])
-def test_d5_weight_is_applied_once_to_the_output(dispatcher, fusion):
+def test_weight_is_applied_once_to_the_output(dispatcher, fusion):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 16, generator=generator)
     gate_up, down = (torch.randn(2, 16, n, generator=generator) for n in (32, 16))
@@ -169,7 +169,7 @@ def test_d5_weight_is_applied_once_to_the_output(dispatcher, fusion):
     ("normalize", "expected"),
     [(False, [0.625, 0.25]), (True, [0.714286, 0.285714]), ("auto", [0.714286, 0.285714])],
 )
-def test_d5_weights_with_and_without_normalisation(normalize, expected):
+def test_weights_with_and_without_normalisation(normalize, expected):
     logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
     routing = SoftmaxRouter(top_k=2, normalize=normalize)(logits).routing
     assert routing.expert_ids.tolist() == [[2, 1]]
