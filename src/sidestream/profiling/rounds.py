@@ -27,7 +27,9 @@ def order_of_round(num_arms: int, round_index: int, *, seed: int) -> list[int]:
 
 
 def median(seconds: Tensor) -> Tensor:
-    """The median over the first axis, the rounds; of an even number the mean of the middle two (`Tensor.median` takes the lower).
+    """The median over the first axis, the rounds.
+
+    Of an even number it is the mean of the middle two, where `Tensor.median` takes the lower.
 
     Args:
         seconds: `[rounds, ...]`, floating point; the rest of the shape comes back.
