@@ -101,7 +101,9 @@ def import_(source: Path, out: Path) -> None:
 
     from sidestream.convert import verify
     from sidestream.convert.huggingface import load_huggingface, written_aside
+    from sidestream.convert.start import MODEL, described, tokenizer_of
     from sidestream.parallel.weights import load_weights
+    from sidestream.tracking.folder import write_json_atomic
     from sidestream.tracking.integrity import digests, seal
 
     options = read_options(source)
@@ -113,6 +115,8 @@ def import_(source: Path, out: Path) -> None:
             load_huggingface(model, source)
             state = {f"model.{name}": value for name, value in model.state_dict().items()}
             dcp.save({"state_dict": state}, checkpoint_id=aside / "checkpoint")
+            written = described(options, tokenizer=tokenizer_of(source))
+            write_json_atomic(aside / "checkpoint" / MODEL, written)
             seal(aside / "checkpoint", step=0, files=digests((aside / "checkpoint").iterdir()))
 
         def read_back(model: Any) -> None:
@@ -149,6 +153,7 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
     from sidestream import build
     from sidestream.convert import verify
     from sidestream.convert.huggingface import load_huggingface, write_huggingface
+    from sidestream.convert.start import check_same_model
     from sidestream.launch.stored import read_config, refused
     from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX, load_weights
@@ -168,6 +173,8 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
         saved = entries["embedding.weight"].properties.dtype
         target = getattr(torch, dtype) if dtype else saved
         sections: Any = OmegaConf.to_container(cfg, resolve=True)
+        fix = "remove the checkpoint that came from elsewhere"
+        check_same_model(sections, choice.folder, key="run", fix=fix)
         config = config_json(
             sections["model"],
             sections["router"],

@@ -75,7 +75,8 @@ class DocumentSource(DataSource):
                 or a package is missing.
         """
         corpus = open_or_build(self._folder, self._content, name=self.name)
-        return replace(corpus, eos_token=self._tokenizer.eos_token, unit=self._tokenizer.unit)
+        own = self._tokenizer
+        return replace(corpus, eos_token=own.eos_token, unit=own.unit, tokenizer=own.identity)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
