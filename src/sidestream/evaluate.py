@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.convert.start import trained_as
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
@@ -65,7 +65,7 @@ def evaluate(
         # A model needs something to continue: at least the end of another document.
         begin = encode(source, text, vocab_size=corpus.vocab_size) or [corpus.eos_token or 0]
         _read(lambda: check_corpus(corpus, checkpoint), checkpoint)
-        _read(lambda: check_schedule(build.make(cfg, "overlap"), checkpoint), checkpoint)
+        _read(lambda: check_schedule(build.make_schedule(cfg), checkpoint), checkpoint)
         phase.enter(phase.BUILDING)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
         build_model = build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device, exact=True)

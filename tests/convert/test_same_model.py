@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.convert.start import (
     MODEL,
     check_same_model,

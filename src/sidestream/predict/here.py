@@ -11,15 +11,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import CONF
+from sidestream.config.layout import Layout
 from sidestream.model.config import shape_from
 from sidestream.predict.job import Job
 from sidestream.predict.layer import Mover
 from sidestream.predict.memory import Memory, memory
 from sidestream.predict.read import BYTES_OF_TEXT, MATH, cluster_of, sharding, state_bytes
-from sidestream.predict.schedules import Schedule
 from sidestream.predict.traffic import Routes
 
 # What is kept for the backward pass is estimated from above; what cannot fit needs this share of it for sure.
@@ -72,7 +72,8 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
     cluster = replace(cluster_of(node, name="this machine"), gpus_per_domain=layout.local_world_size)  # type: ignore[arg-type]
     values: Any = OmegaConf.to_container(cfg.model, resolve=True)
     router, sharded, factor = cfg.router, sharding(cfg), cfg.dispatcher.get("capacity_factor")
-    weight, gradient, state = state_bytes(cfg)
+    # Of an own optimizer nothing is sure, and what is not sure refuses nothing.
+    weight, gradient, state = state_bytes(cfg, moments_of_others=0)
     if not str(cfg.optimizer.get("_target_")).startswith("torch."):
         state = 0  # nobody knows what a user's own keeps, so no run is refused for it
     job = Job(
@@ -84,7 +85,6 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
             reads_counts=True,
             slots=min(factor if isinstance(factor, int | float) else 1.0, layout.expert_parallel_size),
         ),
-        schedule=Schedule(name="none"),
         seq_length=cfg.data.seq_length,
         micro_batch_size=layout.micro_batch_size,
         micro_batches=layout.accumulation,
