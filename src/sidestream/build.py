@@ -15,7 +15,7 @@ from sidestream.config.construct import OF_EVERY_STRATEGY, construct
 from sidestream.config.errors import ConfigError
 from sidestream.conformance import answers
 from sidestream.convert.initial import load_before_sharding
-from sidestream.convert.start import check_weights
+from sidestream.convert.start import check_weights, other_tokens
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.fusion.base import fused_of
 from sidestream.fusion.grouped import GroupedExperts
@@ -105,7 +105,13 @@ def initial_weights(cfg: DictConfig) -> Path | None:
 
 
 def model_builder(
-    cfg: DictConfig, *, vocab_size: int, device: torch.device, num_sequences: int = 0, exact: bool = False
+    cfg: DictConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    tokenizer: str | None = None,
+    num_sequences: int = 0,
+    exact: bool = False,
 ) -> Callable[[Parallel], MoETransformer]:
     """Return a function that builds this rank's part of the model, given the groups.
 
@@ -113,6 +119,7 @@ def model_builder(
         cfg: The root config.
         vocab_size: See `model_shape`.
         device: Where the parameters live.
+        tokenizer: Of the data, see `Corpus.tokenizer`.
         num_sequences: Most sequences of a rank in one forward pass.
         exact: Dispatch without a static budget and without a library, whatever the config says: for evaluation, on
             one rank, where nothing may be lost.
@@ -127,8 +134,9 @@ def model_builder(
     if folder is not None:
         # Again, because only now the data has said how many tokens there are.
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        if line := check_weights(plain, folder, vocab_size=vocab_size):
-            log.warning("initial_weights: %s", line)
+        for line in (check_weights(plain, folder, vocab_size=vocab_size), other_tokens(folder, tokenizer)):
+            if line:
+                log.warning("initial_weights: %s", line)
     padding = padding_rows(cfg, num_sequences * cfg.data.seq_length) if num_sequences else 0
 
     def build(parallel: Parallel) -> MoETransformer:

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from sidestream.config.errors import ConfigError
 from sidestream.conformance.first_step import FirstStep
+from sidestream.convert.start import MODEL
 from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
@@ -51,7 +52,7 @@ from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import StepReport, TrainingStep
 from sidestream.parallel.world import join_world, leave_world
 from sidestream.tracking import integrity
-from sidestream.tracking.folder import sync_folder
+from sidestream.tracking.folder import sync_folder, write_json_atomic
 
 log = logging.getLogger(__name__)
 
@@ -279,8 +280,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             tensors[f"optimizer_{index}"] = state
         with plain_errors():
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, sync_files=False))
+        model = checkpoint.pop(MODEL)
         if self.is_global_zero:
             torch.save(checkpoint, partial / "meta.pt")
+            write_json_atomic(partial / MODEL, model)
         files = self._digests(partial)
         if self.is_global_zero:
             integrity.seal(partial, step=integrity.step_of(final), files=files)
@@ -296,7 +299,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """Sizes and checksums of all files, which are on the disk then. Each rank has those it wrote. Collective."""
         mine = list(folder.glob(f"__{self.global_rank}_*"))
         if self.is_global_zero:
-            mine += [folder / name for name in integrity.OF_A_RUN]
+            mine += [folder / name for name in (*integrity.OF_A_RUN, MODEL)]
         found = integrity.digests(mine, sync=True)
         if self.world_size == 1:
             return found
