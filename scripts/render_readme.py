@@ -33,10 +33,9 @@ from sidestream.config import resume_page
 from sidestream.measure import overlap_matrix, overlap_picture
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
+from sidestream.report.table import Column, Markdown, Table, notes, short_commit
 from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
-from sidestream.tracking.markdown import notes
-from sidestream.tracking.markdown import table as markdown_table
 from sidestream.tracking.untrusted import read_yaml
 
 REPOSITORY = Path(__file__).parents[1]
@@ -250,7 +249,7 @@ def render_predictor(page: str) -> str:
     """Returns docs/predictor.md with its tables replaced; see `render`."""
     tables = "\n".join(predictor_page.markdown())
     page = _between(PREDICTOR.name, page, PREDICTOR_BEGIN, PREDICTOR_END, tables)
-    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, "\n".join(predictor_page.recipes()))
+    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, predictor_page.recipes())
 
 
 def render_resume(page: str) -> str:
@@ -261,19 +260,18 @@ def render_resume(page: str) -> str:
 def render_graph(page: str) -> str:
     """Returns docs/step_graphs.md with its table replaced; see `render`."""
     result = json.loads(GRAPH_RESULT.read_text(encoding="utf-8"))
-    columns = ("case", "tokens/s, graph over eager", "quartiles", "memory", "capture", "capture again")
-    rows = []
+    case = Column("case", code=True)
+    table = Table([case, "tokens/s, graph over eager", "quartiles", "memory", "capture", "capture again"])
     for record in result["results"]:
         ratio, memory = record["speedup"], record["peak_memory_bytes"]
-        cells = (
-            f"`{' '.join(record['case'])}`",
+        table.add(
+            " ".join(record["case"]),
             f"{ratio['median']:.2f}",
             f"{ratio['q1']:.2f} to {ratio['q3']:.2f}",
             f"{memory['graph'] / memory['eager']:.2f} x",
             f"{record['capture_seconds']:.2f} s",
             f"{record['recapture_seconds']:.2f} s",
         )
-        rows.append(cells)
     load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
     ranks = result["results"][0]["world_size"]
     facts = (
@@ -284,7 +282,7 @@ def render_graph(page: str) -> str:
         f"steps of `tiny`, in changing order",
         "Emulated: a CUDA graph, by the tape",
     )
-    content = "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
+    content = f"{table.markdown()}\n\n{notes(facts)}"
     return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, content)
 
 
@@ -309,9 +307,8 @@ def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
 def benchmark_table(result: dict[str, Any]) -> str:
     """Returns the Markdown table of a layer benchmark: forward + backward over dense, minimum / median."""
     named = result.get("against", [])
-    columns = ["shape", "ranks", "arm", "x dense", "x fastest peer", *(f"x `{name}`" for name in named)]
-    columns.append("peak MiB")
-    rows = []
+    columns = ["shape", "ranks", Column("arm", code=True), "x dense", "x fastest peer"]
+    table = Table([*columns, *(f"x `{name}`" for name in named), "peak MiB"])
     for case in result["results"]:
         for name, arm in case["arms"].items():
             if name == "dense":
@@ -319,7 +316,7 @@ def benchmark_table(result: dict[str, Any]) -> str:
             dense, peer = (_pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer"))
             others = [_pair(ratio) for ratio in arm.get("ratio_to", {}).values()]
             memory = f"{arm['peak_memory_bytes'] / 2**20:.0f}"
-            rows.append([case["shape"], str(case["world_size"]), f"`{name}`", dense, peer, *others, memory])
+            table.add(case["shape"], str(case["world_size"]), name, dense, peer, *others, memory)
     load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
     machine = f"{result['cpu']}, one thread and core a rank, torch {result['versions']['torch']}, {result['precision']}"
     facts = [
@@ -328,7 +325,7 @@ def benchmark_table(result: dict[str, Any]) -> str:
         f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
         f"Emulated: {'; '.join(result['emulated'])}",
     ]
-    return "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
+    return f"{table.markdown()}\n\n{notes(facts)}"
 
 
 def _pair(ratio: dict[str, float] | None) -> str:
@@ -345,7 +342,7 @@ def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
     rows = {
         "command": f"`{result['command']}`",
         "hardware": f"{machine['cpu']}, {machine['cpu_count']} CPU cores{'' if on_gpu else ', no GPU used'}",
-        "software": f"commit `{_commit(result['commit'])}`, {versions}, {result['precision']}",
+        "software": f"commit `{short_commit(result['commit'])}`, {versions}, {result['precision']}",
         "ranks": f"{result['world_size']} on one machine, expert parallel {result['expert_parallel_size']}",
         "transport": backend.get(result["transport"], str(result["transport"])),
         "emulated": emulated,
@@ -354,14 +351,7 @@ def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
         "speed": f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['step_ms']:.0f} ms per step (median)",
         "time": f"{machine['seconds']} s from start to result",
     }
-    return "\n".join(
-        ["| default run | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())]
-    )
-
-
-def _commit(commit: str | None) -> str:
-    name, _, dirty = (commit or "unknown").partition("-")
-    return name[:12] + (f"-{dirty}" if dirty else "")
+    return Table(("default run", ""), [(name, Markdown(text)) for name, text in rows.items()]).markdown()
 
 
 def draw(picture: Path) -> None:

@@ -15,7 +15,8 @@ from sidestream.compare import outputs
 from sidestream.compare.arms import compare
 from sidestream.compare.errors import CompareError
 from sidestream.compare.runs import read_folders
-from sidestream.tracking import markdown, spreadsheet
+from sidestream.report import table as markdown
+from sidestream.tracking import spreadsheet
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.sweep import read_table
 from tests.compare.folders import write_run, write_sweep

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sidestream.compare import outputs, picture
+from sidestream.compare import charts, outputs
 from tests.compare.folders import write_run, write_sweep
 from tests.docs.pages import REPOSITORY, script
 
@@ -85,8 +85,8 @@ def test_a_declared_difference_is_in_the_title_of_every_output(
     assert compare.main([str(tmp_path)]) == 2
     assert not (tmp_path / "compare.md").exists()
     drawn = []
-    original = picture.draw
-    monkeypatch.setattr(picture, "draw", lambda *args: drawn.append(original(*args)) or drawn[-1])
+    original = charts.picture
+    monkeypatch.setattr(charts, "picture", lambda *args: drawn.append(original(*args)) or drawn[-1])
     assert compare.main([str(tmp_path), "--differ", "transport"]) == 0
     title = "Comparison of overlap; the runs also differ in transport (torch, nccl_ep)"
     assert (tmp_path / "compare.md").read_text().startswith(f"# {title}\n")
@@ -140,7 +140,7 @@ def test_a_picture_that_fails_leaves_no_half_comparison(tmp_path: Path, monkeypa
     def broken(*_):
         raise RuntimeError("no picture")
 
-    monkeypatch.setattr(outputs.picture, "draw", broken)
+    monkeypatch.setattr(outputs.charts, "picture", broken)
     with pytest.raises(RuntimeError):
         compare.main([str(tmp_path)])
     assert not list(tmp_path.glob("compare.*"))

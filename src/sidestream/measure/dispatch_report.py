@@ -18,7 +18,7 @@ from rich.table import Table
 
 from sidestream.measure.report import STATISTICS
 from sidestream.measure.summary import summarize
-from sidestream.tracking.drawing import COLORS
+from sidestream.report.charts import COLORS
 
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ALL = (*PARTS, "cycle")

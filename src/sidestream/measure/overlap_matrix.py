@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.measure.overlap import BOTH
-from sidestream.tracking.markdown import notes, table
+from sidestream.report.table import Column, Table, notes
 
 _SHARED = (
     "device", "world_size", "expert_parallel_size", "transport", "precision", "scope", "rounds", "warmup", "shape",
@@ -56,7 +56,7 @@ def _run(record: dict[str, Any]) -> dict[str, Any]:
 def markdown(result: dict[str, Any]) -> str:
     """The table, and below it how it was made."""
     columns = (
-        "schedule",
+        Column("schedule", code=True),
         "compute",
         "communication",
         "serial, ms",
@@ -65,10 +65,10 @@ def markdown(result: dict[str, Any]) -> str:
         "at most",
         "reached",
     )
-    rows: list[Sequence[str]] = []
+    table = Table(columns)
     for run in result["runs"]:
-        cells = [
-            f"`{run['schedule']}`",
+        table.add(
+            run["schedule"],
             run["compute"],
             f"{run['comm_share']:.0%}",
             f"{run['ms']['serial']:.0f}",
@@ -76,8 +76,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"{run['e_hide']:.2f}",
             f"{run['bound']:.2f}",
             f"{run['reached']:.2f}",
-        ]
-        rows.append(cells)
+        )
     load = [run["load_before"] for run in result["runs"]]
     facts = [
         f"Command: `{result['command']}`",
@@ -86,4 +85,4 @@ def markdown(result: dict[str, Any]) -> str:
         f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
         "Emulated: the link (throttled); with compute `sleep` also the length of attention, feed-forward and experts",
     ]
-    return "\n".join([*table(columns, rows), "", *notes(facts)])
+    return f"{table.markdown()}\n\n{notes(facts)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sidestream.measure.overlap import ARMS, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
 from sidestream.measure.summary import summarize
-from sidestream.tracking.drawing import COLORS, NEUTRAL
+from sidestream.report.charts import COLORS, NEUTRAL
 from sidestream.tracking.folder import write_bytes_atomic
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sidestream.measure.summary import summarize
-from sidestream.tracking import drawing
+from sidestream.report import charts
 
-COLORS = {"sidestream": drawing.COLORS[0], "peer": drawing.COLORS[1], "dense": drawing.NEUTRAL}
+COLORS = {"sidestream": charts.COLORS[0], "peer": charts.COLORS[1], "dense": charts.NEUTRAL}
 PASSES = ("forward", "forward_backward")
 STATISTICS = ("min", "median")
 ADDED = ("forward_ms", "forward_backward_ms", "ratio_to_dense", "ratio_to_fastest_peer")
