@@ -11,29 +11,32 @@ if __name__ == "__main__":
 
     interrupt.leave_at_once()
 
-import os
 import shlex
 import statistics
+import sys
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from sidestream import build, scripts
 from sidestream.config.schema import register
 from sidestream.data.batch import Batch
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.worker import RankEnv
-from sidestream.measure import environment
+from sidestream.measure import instrument
+from sidestream.measure.instrument import summarize
 from sidestream.measure.overlap_work import UnitWork, unit_input
-from sidestream.measure.summary import summarize
+from sidestream.measure.rounds import time_rounds
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.world import join_world, leave_world
-from sidestream.tracking.folder import write_json_atomic
+from sidestream.report.table import Cell, Table, numbers, say
 
 CONF = Path(__file__).parents[1] / "conf"
 SCHEDULES = {
@@ -43,6 +46,7 @@ SCHEDULES = {
     "shortcut": ["overlap=shortcut", "overlap.slot=1"],
     "delay_wgrad": ["overlap=shared_expert", "overlap.delay_wgrad=true"],
 }
+ARMS = ("serial", "overlapped")
 VOCAB_SIZE = 256
 
 
@@ -61,17 +65,26 @@ def unit_of(cfg: DictConfig) -> UnitWork:
 
 def rounds_of(work: UnitWork, *, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Milliseconds of forward and backward per round, by arm."""
-    times: dict[str, list[float]] = {"serial": [], "overlapped": []}
-    for index in range(warmup + rounds):
-        arms = list(times) if index % 2 else list(times)[::-1]
-        for arm in arms:
-            work.model.schedule.enabled = arm == "overlapped"
-            begin = time.perf_counter()
-            for name in work.passes:
-                work.run(name)
-            if index >= warmup:
-                times[arm].append(1e3 * (time.perf_counter() - begin))
-    return times
+
+    def measure(number: int, _: int) -> tuple[float, ...]:
+        work.model.schedule.enabled = ARMS[number] == "overlapped"
+        begin = time.perf_counter()
+        for name in work.passes:
+            work.run(name)
+        return (time.perf_counter() - begin,)
+
+    seconds = time_rounds(len(ARMS), measure, parts=1, rounds=rounds, warmup=warmup, seed=1)
+    return {arm: (1e3 * seconds[:, number, 0]).tolist() for number, arm in enumerate(ARMS)}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """A row per schedule."""
+    table = Table(["schedule", *numbers("serial, ms", "overlapped, ms", "overlapped / serial")])
+    for name, found in result["schedules"].items():
+        ratio = Cell(f"{found['ratio']:.3f}", detail=f"{found['ratio_q1']:.3f} to {found['ratio_q3']:.3f}")
+        table.add(name, f"{found['serial_ms']:.2f}", f"{found['overlapped_ms']:.2f}", ratio)
+    table.show(console)
+    say(f"Medians of {result['rounds']} rounds, and quartiles. {instrument.load(result)}", console)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,7 +98,10 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed_memory()
     torch.set_num_threads(1)
     register()
-    found: dict[str, dict[str, float]] = {}
+    words = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "scripts/overlap_cost.py", *words])
+    head = instrument.begin("overlap_cost", command=command)
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
         join_world(env, torch.device("cpu"), timeout=timedelta(seconds=60))
@@ -96,8 +112,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
                 OmegaConf.resolve(cfg)
                 times = rounds_of(unit_of(cfg), rounds=arguments.rounds, warmup=arguments.warmup)
-                ratios = [b / a for a, b in zip(times["serial"], times["overlapped"])]
-                ratio = summarize(ratios)
+                ratio = summarize([b / a for a, b in zip(times["serial"], times["overlapped"])])
                 found[name] = {
                     "serial_ms": statistics.median(times["serial"]),
                     "overlapped_ms": statistics.median(times["overlapped"]),
@@ -106,24 +121,11 @@ def main(argv: list[str] | None = None) -> int:
                     "ratio_q3": ratio["q3"],
                     "rounds_ms": times,
                 }
-                line = found[name]
-                print(
-                    f"{name:14s} serial {line['serial_ms']:8.2f} ms  overlapped / serial {line['ratio']:.3f} "
-                    f"({line['ratio_q1']:.3f} to {line['ratio_q3']:.3f})",
-                    flush=True,
-                )
         leave_world()
-    if arguments.out is not None:
-        facts = {"load_average": list(os.getloadavg()), "rounds": arguments.rounds, "threads": 1}
-        record = {
-            "measurement": "overlap_cost",
-            "command": shlex.join(["python", "scripts/overlap_cost.py", *arguments.overrides]),
-            **environment.machine(),
-            **environment.code(),
-            **facts,
-            "schedules": found,
-        }
-        write_json_atomic(arguments.out, record)
+    result = instrument.end(
+        head, rounds=arguments.rounds, warmup_rounds=arguments.warmup, threads=1, schedules=found
+    )
+    instrument.write(result, arguments.out, show)
     return 0
 
 

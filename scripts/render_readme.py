@@ -30,10 +30,10 @@ from plot_loss import main as plot_loss
 from sidestream import scripts
 from sidestream.compare import quality
 from sidestream.config import resume_page
-from sidestream.measure import overlap_matrix, overlap_picture
+from sidestream.measure import graph_report, overlap_matrix, overlap_picture, report
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
-from sidestream.report.table import Column, Markdown, Table, notes, short_commit
+from sidestream.report.table import Markdown, Table, short_commit
 from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.untrusted import read_yaml
@@ -225,7 +225,7 @@ def render_benchmark(page: str) -> str:
         (TOP8_RESULT, TOP8_BEGIN, TOP8_END),
     ):
         result = json.loads(path.read_text(encoding="utf-8"))
-        page = _between(BENCHMARK.name, page, begin, end, benchmark_table(result))
+        page = _between(BENCHMARK.name, page, begin, end, report.markdown(result))
     return page
 
 
@@ -260,30 +260,7 @@ def render_resume(page: str) -> str:
 def render_graph(page: str) -> str:
     """Returns docs/step_graphs.md with its table replaced; see `render`."""
     result = json.loads(GRAPH_RESULT.read_text(encoding="utf-8"))
-    case = Column("case", code=True)
-    table = Table([case, "tokens/s, graph over eager", "quartiles", "memory", "capture", "capture again"])
-    for record in result["results"]:
-        ratio, memory = record["speedup"], record["peak_memory_bytes"]
-        table.add(
-            " ".join(record["case"]),
-            f"{ratio['median']:.2f}",
-            f"{ratio['q1']:.2f} to {ratio['q3']:.2f}",
-            f"{memory['graph'] / memory['eager']:.2f} x",
-            f"{record['capture_seconds']:.2f} s",
-            f"{record['recapture_seconds']:.2f} s",
-        )
-    load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
-    ranks = result["results"][0]["world_size"]
-    facts = (
-        f"Command: `{result['command']}`",
-        f"Machine: {result['cpu']}, {ranks} ranks, one thread and core a rank, torch {result['versions']['torch']}; "
-        f"load average before {load}",
-        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds of whole "
-        f"steps of `tiny`, in changing order",
-        "Emulated: a CUDA graph, by the tape",
-    )
-    content = f"{table.markdown()}\n\n{notes(facts)}"
-    return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, content)
+    return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, graph_report.markdown(result))
 
 
 def render_fusion(page: str) -> str:
@@ -292,7 +269,7 @@ def render_fusion(page: str) -> str:
     Raises:
         ValueError: the markers are not there.
     """
-    tables = [benchmark_table(json.loads(path.read_text(encoding="utf-8"))) for path in FUSION_RESULTS]
+    tables = [report.markdown(json.loads(path.read_text(encoding="utf-8"))) for path in FUSION_RESULTS]
     return _between(FUSION.name, page, FUSION_BEGIN, FUSION_END, "\n\n".join(tables))
 
 
@@ -302,34 +279,6 @@ def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
     if not found_begin or not found_end:
         raise ValueError(f"{name}: no '{begin}' followed by '{end}'; expected both, on lines of their own")
     return f"{before}{begin}\n{content}\n{end}{after}"
-
-
-def benchmark_table(result: dict[str, Any]) -> str:
-    """Returns the Markdown table of a layer benchmark: forward + backward over dense, minimum / median."""
-    named = result.get("against", [])
-    columns = ["shape", "ranks", Column("arm", code=True), "x dense", "x fastest peer"]
-    table = Table([*columns, *(f"x `{name}`" for name in named), "peak MiB"])
-    for case in result["results"]:
-        for name, arm in case["arms"].items():
-            if name == "dense":
-                continue
-            dense, peer = (_pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer"))
-            others = [_pair(ratio) for ratio in arm.get("ratio_to", {}).values()]
-            memory = f"{arm['peak_memory_bytes'] / 2**20:.0f}"
-            table.add(case["shape"], str(case["world_size"]), name, dense, peer, *others, memory)
-    load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
-    machine = f"{result['cpu']}, one thread and core a rank, torch {result['versions']['torch']}, {result['precision']}"
-    facts = [
-        f"Command: `{result['command']}`",
-        f"Machine: {machine}; load average before {load}",
-        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
-        f"Emulated: {'; '.join(result['emulated'])}",
-    ]
-    return f"{table.markdown()}\n\n{notes(facts)}"
-
-
-def _pair(ratio: dict[str, float] | None) -> str:
-    return "-" if ratio is None else f"{ratio['min']:.2f} / {ratio['median']:.2f}"
 
 
 def table(result: dict[str, Any], machine: dict[str, Any]) -> str:

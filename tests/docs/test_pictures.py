@@ -45,7 +45,7 @@ def closest(colors: list[str], seen: object) -> float:
 TOGETHER = {
     "arms": [charts.NEUTRAL, *charts.COLORS, "#FFFFFF"],
     "arms at night": [charts.NEUTRAL_ON_DARK, *charts.ON_DARK],
-    "parts": [*dispatch_report._COLORS, "#FFFFFF"],
+    "parts": [*dispatch_report.COLORS, "#FFFFFF"],
     "layers": [*report.COLORS.values(), "#FFFFFF"],
     "timeline": [color for color, hatch, _ in overlap_picture.LOOKS.values() if not hatch],
     "timeline, hatched": [color for color, hatch, _ in overlap_picture.LOOKS.values() if hatch],

@@ -11,9 +11,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sidestream.measure.instrument import summarize
 from sidestream.measure.overlap import ARMS, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
-from sidestream.measure.summary import summarize
 from sidestream.report.charts import COLORS, NEUTRAL
 from sidestream.tracking.folder import write_bytes_atomic
 

@@ -23,11 +23,11 @@ from sidestream.launch import torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv, available_cores
 from sidestream.measure import environment as facts
+from sidestream.measure.instrument import summarize
 from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Bench, Measured
 from sidestream.measure.overlap_picture import both_arms, save
 from sidestream.measure.overlap_report import ratio, remarks
 from sidestream.measure.overlap_work import StepWork, UnitWork, Work, unit_input
-from sidestream.measure.summary import summarize
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.overflow import BudgetKeeper

@@ -6,7 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -104,6 +104,13 @@ class Table:
         whole = tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in cells)
         self.rows.append(Row(whole, strong, color))
 
+    def without(self, *heads: str) -> Table:
+        """The same without some of its columns."""
+        kept = [n for n, column in enumerate(self.columns) if column.head not in heads]
+        found = Table([self.columns[n] for n in kept], title=self.title)
+        found.rows = [replace(row, cells=tuple(row.cells[n] for n in kept)) for row in self.rows]
+        return found
+
     def markdown(self) -> str:
         """The table on a page that is written in Markdown."""
         rule = "|".join("---:" if column.number else "---" for column in self.columns)
@@ -140,9 +147,19 @@ class Table:
             drawn.add_row(*cells, style="bold" if row.strong else None)
 
 
+def numbers(*heads: str) -> list[Column]:
+    """Columns that are aligned to the right."""
+    return [Column(head, number=True) for head in heads]
+
+
 def console() -> Console:
     """Of the command: a file or a pipe has no width, and tables need this much."""
     return Console(width=None if sys.stdout.isatty() else 180, markup=False, highlight=False)
+
+
+def say(line: str, to: Console, *, style: str = "") -> None:
+    """Prints a line that may hold text of others."""
+    to.print(Text(printable(line, limit=LONGEST), style=style))
 
 
 def number(value: float | None, digits: int = 0, *, sign: bool = False) -> str:
