@@ -22,7 +22,7 @@ COLORS = CHARTS[:4]
 # Heads of the table's columns.
 WHERE = ("shape", "ranks", "routing")
 TIMES = ("dispatch", "combine", "combine'", "dispatch'", "cycle, ms", "q1 - q3", "ratio")
-BYTES = ("sent MB per rank", "metadata %", "x necessary", "logical GB/s", "wire GB/s")
+BYTES = ("sent MB per rank", "metadata %", "bytes / necessary", "logical GB/s", "wire GB/s")
 BUFFERS = ("buffer rows", "needed", "lost %", "pinned MiB", "peak MiB")
 
 
