@@ -137,7 +137,8 @@ class Table:
         self._fill(drawn)
         buffer = io.StringIO()
         Console(file=buffer, width=LONGEST, color_system=None).print(drawn)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+        lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+        return "\n".join([printable(self.title), *(f"  {line}" for line in lines)] if self.title else lines)
 
     def _fill(self, drawn: RichTable) -> None:
         for column in self.columns:
