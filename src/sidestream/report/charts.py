@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from markupsafe import Markup
+
+from sidestream.tracking.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,7 +128,7 @@ def chart(
         with matplotlib.rc_context({"svg.hashsalt": f"{alt} {width}"}):
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-        text = buffer.getvalue().decode()
+        text = printable(buffer.getvalue().decode(), limit=sys.maxsize, keep="\n")
         text = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<g) id="[^"]*"', "", text[text.index("<svg") :])
         for name, color in DAY.items():
             text = text.replace(f": {color.lower()}", f": var(--{name})")
