@@ -44,22 +44,13 @@ def picture(comparison: Comparison, all_figures: Sequence[Figures]) -> Figure:
     grid = figure.add_gridspec(2, 2, width_ratios=(3, 2))
     seeds = min((d.n for of in all_figures if (d := of.differences["val_loss"])), default=0)
     proof = "95 % interval" if seeds > 1 else "one seed: proves nothing"
+    ratios = "tokens/s over the baseline's: median of the seeds, smallest to largest; separate runs"
+    minus = f"validation loss minus baseline, paired by seed; {proof}"
+    seeds_of = "thin: training; band: from the lowest to the highest seed"
     for place, draw, known, nothing, title in (
-        (
-            grid[:, 0],
-            losses,
-            has_loss(all_figures),
-            "no loss was recorded",
-            "thin: training; band: from the lowest to the highest seed",
-        ),
-        (
-            *(grid[0, 1], speeds, has_speed(all_figures), "no speed was recorded"),
-            "tokens/s over the baseline's: median of the seeds, smallest to largest; separate runs",
-        ),
-        (
-            *(grid[1, 1], differences, has_difference(all_figures), "no loss at equal tokens"),
-            f"validation loss minus baseline, paired by seed; {proof}",
-        ),
+        (grid[:, 0], losses, has_loss(all_figures), "no loss was recorded", seeds_of),
+        (grid[0, 1], speeds, has_speed(all_figures), "no speed was recorded", ratios),
+        (grid[1, 1], differences, has_difference(all_figures), "no loss at equal tokens", minus),
     ):
         axes = figure.add_subplot(place)
         if known:

@@ -9,24 +9,33 @@ from sidestream.compare.arms import Comparison
 from sidestream.compare.figures import BUSY, Figures, remarks
 from sidestream.report.table import Cell, Column, Table, code, number, short_commit, text
 
-MEANINGS = {
-    "tokens/s": "Median, over all ranks; \u00d7: median ratio to the baseline by seed, smallest and largest.",
-    "step, ms": "Median, and first to third quartile.",
-    "exposed, ms": "What exchanges still add to the compute of one MoE unit, and its share of the unit.",
-    "E_hide": "Of the time that could be hidden, the share that was; of: the most it can be.",
-    "sent, MB": "By the dispatchers of all ranks in the whole run.",
-    "drops": "Routes lost because a budget was full, all seeds.",
-    "replays": "Steps repeated because a budget was full, all seeds.",
-    "MFU, %": "Model FLOPs per second over the peak of all devices.",
-    "peak, MiB": "Peak memory of the largest rank.",
-    "val. loss": "Validation loss at equal tokens, mean and standard deviation.",
-    "Δ val. loss": "To the baseline, paired by seed, with 95 % interval.",
-    "Δ train loss": "As Δ val. loss, for the training batch of the last common record.",
+# Head -> key in the address of the page, meaning.
+FIGURES = {
+    "tokens/s": (
+        "tokens_per_second",
+        "Median, over all ranks; \u00d7: median ratio to the baseline by seed, smallest and largest.",
+    ),
+    "step, ms": ("step_ms", "Median, and first to third quartile."),
+    "exposed, ms": (
+        "exposed_ms",
+        "What exchanges still add to the compute of one MoE unit, and its share of the unit.",
+    ),
+    "E_hide": (
+        "e_hide",
+        "Of the time that could be hidden, the share that was; of: the most it can be.",
+    ),
+    "sent, MB": ("bytes_on_wire", "By the dispatchers of all ranks in the whole run."),
+    "drops": ("dropped", "Routes lost because a budget was full, all seeds."),
+    "replays": ("replays", "Steps repeated because a budget was full, all seeds."),
+    "MFU, %": ("mfu", "Model FLOPs per second over the peak of all devices."),
+    "peak, MiB": ("peak_memory", "Peak memory of the largest rank."),
+    "val. loss": ("val_loss", "Validation loss at equal tokens, mean and standard deviation."),
+    "Δ val. loss": ("val_loss_difference", "To the baseline, paired by seed, with 95 % interval."),
+    "Δ train loss": (
+        "train_loss_difference",
+        "As Δ val. loss, for the training batch of the last common record.",
+    ),
 }
-KEYS = (
-    *("tokens_per_second", "step_ms", "exposed_ms", "e_hide", "bytes_on_wire", "dropped", "replays", "mfu"),
-    *("peak_memory", "val_loss", "val_loss_difference", "train_loss_difference"),
-)
 COLUMNS = (
     Column("choices", key="arm", meaning="What the arms differ in."),
     Column(
@@ -35,7 +44,7 @@ COLUMNS = (
         meaning="What moved the rows; the link, which is the machine's own or an emulated one; ranks and device, and "
         "how many ranks share a copy of the experts (EP).",
     ),
-    *(Column(head, True, key=key, meaning=meaning) for key, (head, meaning) in zip(KEYS, MEANINGS.items())),
+    *(Column(head, True, key=key, meaning=meaning) for head, (key, meaning) in FIGURES.items()),
 )
 
 

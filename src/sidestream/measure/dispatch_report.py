@@ -106,7 +106,10 @@ def table(records: Sequence[dict[str, Any]], *, title: str = "", kinds: Sequence
                 continue
             ms, cycle = arm["ms"], arm["ms"]["cycle"]
             found.add(
-                *(record["shape"], str(record["world_size"]), record["routing"]["kind"], name),
+                record["shape"],
+                str(record["world_size"]),
+                record["routing"]["kind"],
+                name,
                 arm["transport"] or "-",
                 *(
                     pair(ms[part], 2 if (at := ms[part]["median"]) < 10 else 1 if at < 100 else 0)

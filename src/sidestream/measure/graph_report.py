@@ -15,7 +15,8 @@ def table(result: dict[str, Any]) -> Table:
     """A row per case: speed and memory of the graph over those of eager steps."""
     found = Table(
         [
-            *(Column("case", code=True), "ranks"),
+            Column("case", code=True),
+            "ranks",
             *numbers("tokens/s eager", "tokens/s graph", "tokens/s, graph over eager"),
             *numbers("quartiles", "memory", "capture", "capture again"),
         ]
@@ -23,9 +24,11 @@ def table(result: dict[str, Any]) -> Table:
     for record in result["results"]:
         speed, over, memory = record["tokens_per_second"], record["speedup"], record["peak_memory_bytes"]
         found.add(
-            *(" ".join(record["case"]), str(record["world_size"])),
+            " ".join(record["case"]),
+            str(record["world_size"]),
             *(f"{speed[kind]:.0f}" for kind in ("eager", "graph")),
-            *(f"{over['median']:.2f}", f"{over['q1']:.2f} to {over['q3']:.2f}"),
+            f"{over['median']:.2f}",
+            f"{over['q1']:.2f} to {over['q3']:.2f}",
             f"{memory['graph'] / memory['eager']:.2f} x" if memory["eager"] and memory["graph"] else "-",
             *(f"{record[name]:.2f} s" for name in ("capture_seconds", "recapture_seconds")),
         )

@@ -60,7 +60,9 @@ def markdown(result: dict[str, Any]) -> str:
     table = Table([Column("schedule", code=True), "compute", *figures])
     for run in result["runs"]:
         table.add(
-            *(run["schedule"], run["compute"], f"{run['comm_share']:.0%}"),
+            run["schedule"],
+            run["compute"],
+            f"{run['comm_share']:.0%}",
             *(f"{run['ms'][arm]:.0f}" for arm in ("serial", "overlapped")),
             *(f"{run[name]:.2f}" for name in ("e_hide", "bound", "reached")),
         )

@@ -79,7 +79,9 @@ def table(records: Sequence[dict[str, Any]], *, against: Sequence[str], title: s
     frozen = any("frozen" in arm for arm in every)
     found = Table(
         [
-            *("shape", "ranks", Column("arm", code=True)),
+            "shape",
+            "ranks",
+            Column("arm", code=True),
             *numbers("fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer"),
             *numbers(*(f"x {name}" for name in against)),
             *numbers(*(["frozen fwd+bwd"] if frozen else []), "peak MiB", "sent MB"),
@@ -90,12 +92,17 @@ def table(records: Sequence[dict[str, Any]], *, against: Sequence[str], title: s
         for name, arm in record["arms"].items():
             both, peak = arm["forward_backward_ms"], arm["peak_memory_bytes"]
             found.add(
-                *(record["shape"], str(record["world_size"]), name),
-                *(pair(arm["forward_ms"], 1), pair(both, 1), f"{both['q1']:.1f} - {both['q3']:.1f}"),
+                record["shape"],
+                str(record["world_size"]),
+                name,
+                pair(arm["forward_ms"], 1),
+                pair(both, 1),
+                f"{both['q1']:.1f} - {both['q3']:.1f}",
                 *(pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer")),
                 *(pair(value) for value in arm.get("ratio_to", {}).values()),
                 *([pair(arm["frozen"]["forward_backward_ms"], 1)] if frozen else []),
-                *("?" if peak is None else f"{peak / 2**20:.0f}", f"{arm['bytes_on_wire'] / 1e6:.1f}"),
+                "?" if peak is None else f"{peak / 2**20:.0f}",
+                f"{arm['bytes_on_wire'] / 1e6:.1f}",
                 strong=arm["kind"] == "sidestream",
             )
     return found
