@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WRAP = 56  # characters of a title above the narrow pictures, and of an arm's name
+WRAP = 56  # characters of a title above the narrow pictures
+LONGEST = 40  # characters of an arm's name; the table has all of them
+ENTRY_IN = 3.3  # of a legend, with such a name
 
 
 def has_loss(all_figures: Sequence[Figures]) -> bool:
@@ -37,6 +39,11 @@ def looks(comparison: Comparison) -> dict[str, dict[str, Any]]:
     return {**found, comparison.baseline.name: {"color": NEUTRAL, "linestyle": "--", "marker": "o"}}
 
 
+def short(of: Figures) -> str:
+    label = of.arm.label
+    return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+
+
 @styled
 def picture(comparison: Comparison, all_figures: Sequence[Figures]) -> Figure:
     """compare.png: loss curves; beside them tokens per second and the differences of the loss."""
@@ -46,7 +53,7 @@ def picture(comparison: Comparison, all_figures: Sequence[Figures]) -> Figure:
     proof = "95 % interval" if seeds > 1 else "one seed: proves nothing"
     ratios = "tokens/s over the baseline's: median of the seeds, smallest to largest; separate runs"
     minus = f"validation loss minus baseline, paired by seed; {proof}"
-    seeds_of = "thin: training; band: from the lowest to the highest seed"
+    seeds_of = "thin: training; band: lowest to highest seed"
     for place, draw, known, nothing, title in (
         (grid[:, 0], losses, has_loss(all_figures), "no loss was recorded", seeds_of),
         (grid[0, 1], speeds, has_speed(all_figures), "no speed was recorded", ratios),
@@ -77,7 +84,7 @@ def losses(axes: Axes, comparison: Comparison, all_figures: Sequence[Figures]) -
         thick = thick if validated else thin
         # The baseline, dashed, over the others: an arm with the same loss stays visible below it.
         drawn = {"zorder": 3 if of.flat["baseline"] else 2, **look_of[of.arm.name]}
-        axes.plot(thick.tokens, thick.mean, label=of.arm.label, linewidth=1.8, markersize=3, **drawn)
+        axes.plot(thick.tokens, thick.mean, label=short(of), linewidth=1.8, markersize=3, **drawn)
         color = drawn["color"]
         axes.fill_between(thick.tokens, thick.low, thick.high, color=color, alpha=0.15, linewidth=0)
     axes.margins(y=0.06)
@@ -93,9 +100,8 @@ def losses(axes: Axes, comparison: Comparison, all_figures: Sequence[Figures]) -
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(True)
     figure: Any = axes.figure
-    room = 0.7 + 0.065 * max(len(of.arm.label) for of in all_figures)  # inches of an entry
-    columns = min(len(all_figures), max(1, int(figure.get_figwidth() / room)))
-    figure.legend(loc="outside lower left", ncols=columns)
+    columns = max(1, int(figure.get_figwidth() / ENTRY_IN))
+    figure.legend(loc="outside lower left", ncols=min(columns, len(all_figures)))
 
 
 def speeds(axes: Axes, comparison: Comparison, all_figures: Sequence[Figures]) -> None:
@@ -137,8 +143,7 @@ def differences(axes: Axes, comparison: Comparison, all_figures: Sequence[Figure
 def name_rows(axes: Axes, rows: Sequence[Figures]) -> None:
     """Names above the rows: beside them there is no room in a narrow window."""
     for place, of in enumerate(rows):
-        label = textwrap.shorten(of.arm.label, WRAP, placeholder=" …")
-        axes.text(0, place - 0.26, label, va="bottom", transform=axes.get_yaxis_transform())
+        axes.text(0, place - 0.26, short(of), va="bottom", transform=axes.get_yaxis_transform())
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_ylim(len(rows) - 0.6, -0.75)
