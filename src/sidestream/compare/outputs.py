@@ -65,6 +65,7 @@ def sections(comparison: Comparison, all_figures: Sequence[Figures]) -> list[Sec
         draws = partial(draw, comparison=comparison, all_figures=all_figures)
         return chart(draws, alt=alt, wide=(size, high), narrow=(NARROW, low))
 
+    rows = len(all_figures)
     if charts.has_loss(all_figures):
         found.append(
             Section(
@@ -72,12 +73,11 @@ def sections(comparison: Comparison, all_figures: Sequence[Figures]) -> list[Sec
                 lead="Thick: validation, mean over seeds; band: from the lowest to the highest seed; thin: training "
                 "loss. Nats per token. Equal curves lie on each other.",
                 chart=drawn(
-                    charts.losses, "Loss over training tokens", WIDE, 420, 300 + 18 * len(all_figures)
+                    charts.losses, "Loss over training tokens", WIDE, 390 + 6 * rows, 290 + 18 * rows
                 ),
                 numbers=losses(all_figures),
             )
         )
-    rows = len(all_figures)
     if charts.has_difference(all_figures):
         one = any((d := of.differences["val_loss"]) is not None and d.low is None for of in all_figures)
         told = "One seed: no interval, and no proof." if one else "Lines: 95 % intervals, paired by seed."
