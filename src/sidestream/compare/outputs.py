@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from sidestream.compare import charts
 from sidestream.compare.arms import Arm, Comparison
 from sidestream.compare.figures import Figures, figures
 from sidestream.compare.table import all_remarks, facts, markdown, table
-from sidestream.report.charts import chart, png
+from sidestream.report.charts import Chart, chart, png
 from sidestream.report.page import Picture, Section, page
 from sidestream.report.table import Cell, Column, Table, number
 from sidestream.tracking import spreadsheet
@@ -61,9 +61,9 @@ def sections(comparison: Comparison, all_figures: Sequence[Figures]) -> list[Sec
         )
     ]
 
-    def drawn(draw, alt: str, size: int, high: int, low: int):
+    def drawn(draw: Callable[..., None], alt: str, *, wide: tuple[int, int], narrow: int) -> Chart:
         draws = partial(draw, comparison=comparison, all_figures=all_figures)
-        return chart(draws, alt=alt, wide=(size, high), narrow=(NARROW, low))
+        return chart(draws, alt=alt, wide=wide, narrow=(NARROW, narrow))
 
     rows = len(all_figures)
     if charts.has_loss(all_figures):
@@ -73,7 +73,10 @@ def sections(comparison: Comparison, all_figures: Sequence[Figures]) -> list[Sec
                 lead="Thick: validation, mean over seeds; band: from the lowest to the highest seed; thin: training "
                 "loss. Nats per token. Equal curves lie on each other.",
                 chart=drawn(
-                    charts.losses, "Loss over training tokens", WIDE, 390 + 6 * rows, 290 + 18 * rows
+                    charts.losses,
+                    "Loss over training tokens",
+                    wide=(WIDE, 390 + 6 * rows),
+                    narrow=290 + 18 * rows,
                 ),
                 numbers=losses(all_figures),
             )
@@ -88,9 +91,8 @@ def sections(comparison: Comparison, all_figures: Sequence[Figures]) -> list[Sec
                 chart=drawn(
                     charts.differences,
                     "Difference of the loss to the baseline",
-                    HALF,
-                    12 + 44 * rows,
-                    12 + 44 * rows,
+                    wide=(HALF, 12 + 44 * rows),
+                    narrow=12 + 44 * rows,
                 ),
                 half=True,
             )
@@ -103,9 +105,8 @@ def sections(comparison: Comparison, all_figures: Sequence[Figures]) -> list[Sec
                 chart=drawn(
                     charts.speeds,
                     "Tokens per second over the baseline's",
-                    HALF,
-                    56 + 44 * rows,
-                    56 + 44 * rows,
+                    wide=(HALF, 56 + 44 * rows),
+                    narrow=56 + 44 * rows,
                 ),
                 half=True,
             )
