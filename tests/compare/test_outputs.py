@@ -117,6 +117,9 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path):
         *("Load of the experts of overlap=none", "Load of the experts of overlap=shortcut"),
     ]
     assert sum(tag == "svg" for tag, _ in tags.seen) == 6
+    # The curves as numbers: mean, and from the lowest to the highest seed.
+    numbers = re.search(r"<details>.*?</details>", page, re.DOTALL).group()
+    assert "4.5200" in numbers and "4.5100 to\u00a04.5300" in numbers
 
 
 def test_names_of_runs_cannot_break_the_page(tmp_path: Path):
