@@ -31,11 +31,11 @@ from sidestream.data.batch import Batch
 from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.worker import RankEnv
 from sidestream.measure import instrument
-from sidestream.measure.instrument import summarize
 from sidestream.measure.overlap_work import UnitWork, unit_input
 from sidestream.measure.rounds import time_rounds
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.report.statistics import summarize
 from sidestream.report.table import Cell, Table, numbers, say
 
 CONF = Path(__file__).parents[1] / "conf"

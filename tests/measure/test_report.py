@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from sidestream.measure.instrument import summarize
 from sidestream.measure.report import add_statistics, draw, print_tables
+from sidestream.report.statistics import summarize
 
 
 def rounds(forward, backward):

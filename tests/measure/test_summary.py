@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sidestream.measure.graph_bench import figures
-from sidestream.measure.instrument import summarize
 from sidestream.measure.rounds import median
+from sidestream.report.statistics import summarize
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sidestream.measure.instrument import bars, load, page, pair, ratio, say_left_out, summarize, tick
+from sidestream.measure.instrument import bars, load, page, pair, ratio, say_left_out, tick
 from sidestream.report.charts import COLORS as CHARTS
+from sidestream.report.statistics import summarize
 from sidestream.report.table import Column, Table, numbers, say, short_commit
 
 if TYPE_CHECKING:

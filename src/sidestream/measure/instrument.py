@@ -6,7 +6,6 @@ A benchmark times its arms (`rounds.py`) and hands over plain numbers; everythin
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 STATISTICS = ("min", "median")
-
-
-def summarize(values: list[float]) -> dict[str, float]:
-    """Minimum, quartiles, median and maximum of a list of rounds."""
-    ordered = sorted(values)
-    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    return {
-        "min": ordered[0],
-        "q1": round(q1, 4),
-        "median": round(statistics.median(ordered), 4),
-        "q3": round(q3, 4),
-        "max": ordered[-1],
-    }
 
 
 def ratio(times: dict[str, float], other: dict[str, float]) -> dict[str, float]:

@@ -11,10 +11,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sidestream.measure.instrument import summarize
 from sidestream.measure.overlap import ARMS, SHOWN, Measured
 from sidestream.measure.overlap_pass import COMPUTE, REST, WIRE, Bar
 from sidestream.report.charts import COLORS, NEUTRAL
+from sidestream.report.statistics import summarize
 from sidestream.tracking.folder import write_bytes_atomic
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from sidestream.launch import torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv, available_cores
 from sidestream.measure import environment as facts
-from sidestream.measure.instrument import summarize
 from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Bench, Measured
 from sidestream.measure.overlap_picture import both_arms, save
 from sidestream.measure.overlap_report import ratio, remarks
@@ -34,6 +33,7 @@ from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import TrainingStep
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.report.statistics import summarize
 from sidestream.report.table import Table, numbers
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import Overlap, RunResult

@@ -14,10 +14,10 @@ from sidestream.measure.instrument import (
     pair,
     ratio,
     say_left_out,
-    summarize,
     tick,
 )
 from sidestream.report import charts
+from sidestream.report.statistics import summarize
 from sidestream.report.table import Column, Table, numbers, say
 
 if TYPE_CHECKING:

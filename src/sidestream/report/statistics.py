@@ -57,3 +57,16 @@ def median(values: Sequence[float | None]) -> float | None:
     """Of the values that are there, None without any."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Minimum, quartiles, median and maximum of a list of rounds."""
+    ordered = sorted(values)
+    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    return {
+        "min": ordered[0],
+        "q1": round(q1, 4),
+        "median": round(statistics.median(ordered), 4),
+        "q3": round(q3, 4),
+        "max": ordered[-1],
+    }
