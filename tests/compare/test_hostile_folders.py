@@ -15,7 +15,6 @@ from sidestream.compare import outputs
 from sidestream.compare.arms import compare
 from sidestream.compare.errors import CompareError
 from sidestream.compare.runs import read_folders
-from sidestream.report import table as markdown
 from sidestream.tracking import spreadsheet
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.sweep import read_table
@@ -207,17 +206,9 @@ def test_compare_csv_takes_no_formulas(tmp_path: Path) -> None:
     assert any(cell.startswith("'=cmd") for cell in rows[2])
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [("two_batch", "two_batch"), ("a|b", "a\\|b"), ("<b>&", "&lt;b&gt;&amp;"), ("![x](y)", "!\\[x\\](y)")],
-)
-def test_markdown_text(given: str, shown: str) -> None:
-    assert markdown.text(given) == shown
-    assert markdown.code("a``b") == "``` a``b ```" and markdown.code("a\nb") == "`a\\nb`"
-
-
 @pytest.mark.parametrize("name", ["plot_loss", "plot_load"])
 @pytest.mark.parametrize("what", [*LEFT_OUT, *SKIPPED])
+@pytest.mark.sample(8)
 def test_the_scripts_that_draw_a_run_end_with_a_line_too(
     tmp_path: Path, name: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

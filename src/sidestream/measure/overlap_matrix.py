@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.measure.instrument import facts, page
-from sidestream.measure.overlap import BOTH
+from sidestream.profiling.bench import BOTH
 from sidestream.report.table import Column, Table, numbers
 
 _SHARED = (

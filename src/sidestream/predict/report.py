@@ -87,7 +87,7 @@ def _head(found: Prediction, choices: dict[str, str]) -> list[str]:
 def tables(found: Prediction) -> list[Table]:
     """A layer, a unit under its schedule, a step, and the memory of a rank: name, figures, remark."""
     job, unit, step, needed = found.asked.job, found.step.unit, found.step, found.memory
-    name = job.schedule.name if not job.schedule.interleaved else "interleaved micro-batches"
+    name = job.schedule_name if not job.interleaved else "interleaved micro-batches"
     gain = f"{unit.serial / unit.seconds:.2f} x its serial run, E_hide {unit.e_hide:.2f}"
     parts = {words: [getattr(seconds, part) for seconds in step.layer] for part, words in NAMES.items()}
     parts["total"] = [seconds.total for seconds in step.layer]
