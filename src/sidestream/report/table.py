@@ -142,7 +142,7 @@ class Table:
 
     def _fill(self, drawn: RichTable) -> None:
         for column in self.columns:
-            drawn.add_column(column.head, justify="right" if column.number else "left", no_wrap=True)
+            drawn.add_column(column.head, justify="right" if column.number else "left", no_wrap=column.number)
         for row in self.rows:
             cells = [Text(printable(cell.whole, limit=LONGEST)) for cell in row.cells]
             drawn.add_row(*cells, style="bold" if row.strong else None)
