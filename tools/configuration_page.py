@@ -21,7 +21,7 @@ from sidestream.commands import shared
 from sidestream.config.errors import as_typed
 from sidestream.config.help import GROUPS
 from sidestream.config.schema import SCHEMAS, Root
-from sidestream.tracking.markdown import table
+from sidestream.report.table import Markdown, Table
 
 REPOSITORY = Path(__file__).parents[1]
 CONF = REPOSITORY / "conf"
@@ -244,7 +244,8 @@ def _type(item: Field, *, optional: bool) -> str:
 def _without_empty(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table without the columns in which no row has anything, and an empty line."""
     kept = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    return [*table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows]), ""]
+    shown = Table([columns[i] for i in kept], [[Markdown(row[i]) for i in kept] for row in rows])
+    return [shown.markdown(), ""]
 
 
 def main(argv: list[str] | None = None) -> int:

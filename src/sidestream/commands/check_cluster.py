@@ -28,10 +28,11 @@ from sidestream.config.place import CONF
 from sidestream.launch import torchrun
 from sidestream.measure import environment
 from sidestream.measure.cluster import REAL, Check, plan_checks
-from sidestream.measure.dispatch_report import add_statistics, print_tables, save_picture, transports
+from sidestream.measure.dispatch_report import add_statistics, draw, print_tables, transports
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.shapes import parse_case
-from sidestream.tracking.folder import write_json_atomic
+from sidestream.report.charts import png
+from sidestream.tracking.folder import write_bytes_atomic, write_json_atomic
 
 MODULE = "sidestream.measure.cluster"
 SCHEMA_VERSION = 1
@@ -181,7 +182,7 @@ def report(result: dict[str, Any], options: argparse.Namespace, console: Console
     write_json_atomic(options.out, result)
     if result["results"]:
         print_tables(result, console)
-        save_picture(result, options.out.with_suffix(".png"))
+        write_bytes_atomic(options.out.with_suffix(".png"), png(draw(result)))
     for line in what_ran(rows, result["device"]):
         print(line)
     print(options.out)

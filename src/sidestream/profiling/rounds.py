@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,19 +34,6 @@ def median(seconds: Tensor) -> Tensor:
         seconds: `[rounds, ...]`, floating point; the rest of the shape comes back.
     """
     return seconds.quantile(0.5, dim=0)
-
-
-def summarize(values: list[float]) -> dict[str, float]:
-    """Minimum, quartiles, median and maximum of a list of rounds."""
-    ordered = sorted(values)
-    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    return {
-        "min": ordered[0],
-        "q1": round(q1, 4),
-        "median": round(statistics.median(ordered), 4),
-        "q3": round(q3, 4),
-        "max": ordered[-1],
-    }
 
 
 def barrier() -> None:
