@@ -1,8 +1,13 @@
-"""Writes docs/configuration.md from the schemas and from conf/: `python tools/configuration_page.py`, or `make readme`.
+"""Writes docs/configuration.md from the schemas and from conf/: the same as `make readme`.
 
 What a key means, its type and its limits are in src/sidestream/config/schema*.py. What an option means is the first
 line of its YAML file behind the command. A test compares the page with what this file makes.
 """
+
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +17,7 @@ from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
+from sidestream.commands import shared
 from sidestream.config.errors import as_typed
 from sidestream.config.help import GROUPS
 from sidestream.config.schema import SCHEMAS, Root
@@ -242,5 +248,11 @@ def _without_empty(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
     return [shown.markdown(), ""]
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> int:
+    shared.parser(__doc__).parse_args(argv)
     PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    shared.run(main)

@@ -86,7 +86,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--skip-missing", action="store_true", help="leave out arms that cannot run here instead of ending")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="under torchrun only")
-    add("--timeout", type=float, default=300, metavar="S", help="of the collectives, under torchrun")
+    add(
+        "--timeout",
+        type=shared.number(1, 1e6, float),
+        default=300,
+        metavar="S",
+        help="of the collectives, under torchrun",
+    )
     add("--malloc", choices=("keep", "default"), default="keep", help="as scripts/bench_layer.py")
     add(
         "--calibrate",

@@ -27,9 +27,9 @@ CASES = (
 
 def main(argv: list[str] | None = None) -> int:
     parser = shared.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=shared.number(1, 1024), default=2)
+    parser.add_argument("--rounds", type=shared.number(1), default=30)
+    parser.add_argument("--warmup", type=shared.number(0), default=3)
     parser.add_argument("--case", action="append", metavar="OVERRIDES", help="in one string; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("logs/bench_graph/graph.json"), metavar="FILE")
     options = parser.parse_args(argv)

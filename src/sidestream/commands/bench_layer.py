@@ -86,7 +86,12 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         choices=tuple(ROUTINGS),
         help="uniform: --skew 0; zipf: --skew 1 with the popular experts on rank 0; peers route from the same gate",
     )
-    add("--skew", type=float, default=0.0, help="s of Zipf(s) expert popularity (default 0: uniform)")
+    add(
+        "--skew",
+        type=shared.number(0, 100, float),
+        default=0.0,
+        help="s of Zipf(s) expert popularity (default 0: uniform)",
+    )
     add(
         "--skew-order",
         choices=("contiguous", "shuffled"),

@@ -83,8 +83,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = shared.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--rounds", type=shared.number(1), default=30)
+    parser.add_argument("--warmup", type=shared.number(0), default=3)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures to this file too")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as model.hidden_size=256")
     arguments = parser.parse_args(argv)

@@ -65,7 +65,7 @@ def timeline(
     Args:
         ranks: Rank -> pass -> bars, in seconds since the pass began.
         passes: Names.
-        seconds: Of each pass, slowest rank; the next pass is put behind it.
+        seconds: Length of each pass, slowest rank; the next pass is put behind it.
     """
     begins = [sum(seconds[:number]) for number in range(len(passes))]
     return {
