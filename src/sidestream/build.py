@@ -11,8 +11,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
-from sidestream.config.construct import construct
+from sidestream.config.construct import OF_EVERY_STRATEGY, construct
 from sidestream.config.errors import ConfigError
+from sidestream.conformance import answers
 from sidestream.convert.initial import load_before_sharding
 from sidestream.convert.start import check_weights, other_tokens
 from sidestream.dispatch.local import LocalDispatcher
@@ -38,7 +39,12 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 
 def make(cfg: DictConfig, group: str, **kwargs: Any) -> Any:
     """The object that the option of a group describes, see `construct`."""
-    return construct(group, cfg[group], cfg, **kwargs)
+    return _complete(group, construct(group, cfg[group], cfg, **kwargs))
+
+
+def _complete(group: str, part: Any) -> Any:
+    answers.check_complete(group, part)
+    return part
 
 
 def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
@@ -122,7 +128,7 @@ def model_builder(
     shape = model_shape(cfg, vocab_size=vocab_size)
     router, balance = make(cfg, "router"), make(cfg, "balance")
     dispatcher, fusion = make_movers(cfg, exact=exact)
-    schedule, link = make_schedule(cfg), make(cfg, "link")
+    schedule, link = make_schedule(cfg), answers.link_of(make(cfg, "link"))
 
     folder = initial_weights(cfg)
     if folder is not None:
@@ -158,8 +164,8 @@ def model_builder(
 
 def reduction(cfg: DictConfig) -> Reduction:
     """The owner of the gradients: `_target_` of the strategy, with its own keys."""
-    options = {k: v for k, v in cfg.strategy.items() if k not in ("expert_parallel_size", "timeout_seconds")}
-    return construct("strategy", OmegaConf.create(options), cfg)
+    options = {k: v for k, v in cfg.strategy.items() if k not in OF_EVERY_STRATEGY}
+    return _complete("strategy", construct("strategy", OmegaConf.create(options), cfg))
 
 
 def param_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -181,7 +187,9 @@ def optimizer_builder(cfg: DictConfig) -> Callable[[MoETransformer], Optimizer]:
     def build_for(model: MoETransformer) -> Optimizer:
         groups = param_groups(model, weight_decay=weight_decay)
         if not recorded:
-            return build(groups)
+            optimizer = build(groups)
+            answers.check_optimizer(optimizer, list(model.parameters()))
+            return optimizer
         # The rate is read where it lies: a number would be the one of the capture for ever.
         # In double precision, as the number would be; the CUDA kernel takes single precision only.
         device = next(model.parameters()).device

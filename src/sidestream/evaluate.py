@@ -14,6 +14,7 @@ from torch import Tensor
 from sidestream import build
 from sidestream.config.errors import ConfigError
 from sidestream.config.layout import Layout
+from sidestream.conformance import answers
 from sidestream.convert.start import trained_as
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
@@ -60,8 +61,8 @@ def evaluate(
     try:
         phase.enter(phase.READING)
         source: DataSource = build.make(cfg, "data")
-        text = source.example_prompt if prompt is None else prompt
-        corpus = source.load()
+        text = getattr(source, "example_prompt", DataSource.example_prompt) if prompt is None else prompt
+        corpus = answers.load(source)
         # A model needs something to continue: at least the end of another document.
         begin = encode(source, text, vocab_size=corpus.vocab_size) or [corpus.eos_token or 0]
         _read(lambda: check_corpus(corpus, checkpoint), checkpoint)
@@ -178,6 +179,7 @@ def encode(source: DataSource, text: str, *, vocab_size: int) -> list[int]:
     except UnicodeEncodeError as error:  # bytes that the terminal's encoding does not have
         why, expected = printable(error), "text in UTF-8"
         raise ConfigError("prompt", printable(text), why, expected=expected, fix="prompt=<text>") from None
+    answers.check_encoded(source, tokens)
     if unknown := [token for token in tokens if token >= vocab_size]:
         why = f"token {unknown[0]} is none of the {vocab_size} of the data"
         expected = "text that the data could hold"

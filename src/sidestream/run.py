@@ -25,6 +25,7 @@ from sidestream import build
 from sidestream.config import withheld
 from sidestream.config.layout import Layout
 from sidestream.config.measure_check import report_steps
+from sidestream.conformance import answers
 from sidestream.convert.start import described
 from sidestream.data.corpus import Corpus
 from sidestream.data.document_packing import PackedDataset
@@ -75,7 +76,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     _quiet()
     run_folder, launch = RunFolder(folder), Launch.load(folder) if env.rank == 0 else None
     phase.enter(phase.READING)
-    corpus: Corpus = build.make(cfg, "data").load()
+    corpus: Corpus = answers.load(build.make(cfg, "data"))
     phase.enter(phase.BUILDING)
     counts = _account(cfg, corpus)
     start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
@@ -212,7 +213,7 @@ def _module(
             num_sequences=layout.micro_batch_size,
         ),
         build_optimizer=build.optimizer_builder(cfg),
-        factor=build.make(cfg, "scheduler", max_steps=cfg.trainer.max_steps),
+        factor=answers.factor_of(build.make(cfg, "scheduler", max_steps=cfg.trainer.max_steps)),
         recipe=Recipe(
             seed=cfg.seed,
             global_batch_size=cfg.data.global_batch_size,

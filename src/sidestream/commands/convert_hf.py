@@ -96,8 +96,8 @@ def import_(source: Path, out: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     from sidestream.convert import verify
+    from sidestream.convert.huggingface_folder import load_huggingface, written_aside
     from sidestream.convert.start import MODEL, described, tokenizer_of
-    from sidestream.convert.weights import load_huggingface, written_aside
     from sidestream.parallel.weights import load_weights
     from sidestream.tracking.folder import write_json_atomic
     from sidestream.tracking.integrity import digests, seal
@@ -148,8 +148,8 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
 
     from sidestream import build
     from sidestream.convert import verify
+    from sidestream.convert.huggingface_folder import load_huggingface, write_huggingface
     from sidestream.convert.start import check_same_model
-    from sidestream.convert.weights import load_huggingface, write_huggingface
     from sidestream.launch.stored import read_config, refused
     from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX, load_weights

@@ -197,15 +197,24 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert step is not None, "begin_training first"
         slots = step.model.schedule.slots
         bound = (self._lint or self.graph).bind(batch)
-        with nullcontext() if self._looked else FirstStep(step):
+        first = (
+            None
+            if self._looked
+            else FirstStep(step, graph=self.graph, optimizer=next(iter(self.optimizers), None))
+        )
+        with first or nullcontext():
             while True:
                 step.prepare(bound)
                 self._attempt(step, bound, ready=slots is None or not slots.measuring)
+                if first is not None:
+                    first.attempted()
                 report = step.check(stop_requested=stop_requested(), own=own)
                 if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
                     break
             self._max_norm = max_norm
             norm = step.commit(report, optimizer_step=optimizer_step)
+            if first is not None:
+                first.committed()
         self._looked = True
         if slots is not None:
             slots.end_step(self.parallel.control, self.root_device)
