@@ -33,5 +33,5 @@ def test_a_loss_is_printed_where_one_was_computed(
 
 def test_whether_to_validate_is_true_or_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_checkpoint", lambda run, given: run)
-    with pytest.raises(ValueError, match="validate=maybe: neither true nor false; .* set validate=true"):
+    with pytest.raises(ValueError, match=r"validate=maybe: neither true nor false; .* set validate=true"):
         command.main([f"run={tmp_path}", "validate=maybe"])
