@@ -327,3 +327,8 @@ def test_config_errors_travel_between_processes():
     assert str(error) == "a.b=null: why; expected 2; set a.b=2"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.key) == (str(error), "a.b")
+
+
+def test_a_refusal_is_one_line_whatever_a_file_says():
+    line = str(ConfigError("a.b", "x\ny\x1b[2J", "why\r", expected="this", fix="a.b=1"))
+    assert line == "a.b=x\\ny\\x1b[2J: why\\r; expected this; set a.b=1"
