@@ -77,6 +77,7 @@ def check(
     check_data(cfg)
     _check_folders(cfg)
     _check_precision(cfg)
+    check_strategy(cfg.strategy)
     world_size, local, device_type = _world(cfg, world_size, local_world_size, device_count)
     expert_parallel_size = _expert_parallel_size(cfg, world_size)
     micro_batch_size, accumulation = _batches(cfg.data, world_size)
@@ -255,6 +256,19 @@ def _world(
             fix=f"trainer.devices={gpus}",
         )
     return world_size, local, "cuda" if gpus else "cpu"
+
+
+def check_strategy(strategy: DictConfig) -> None:
+    """Refuses a strategy without the keys that every one needs; a user's own has no schema that would."""
+    size, seconds = strategy.get("expert_parallel_size"), strategy.get("timeout_seconds")
+    real = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    for name, value, fits, expected, fix in (
+        ("expert_parallel_size", size, size == "auto" or type(size) is int, "auto or a group size", "auto"),
+        ("timeout_seconds", seconds, real and seconds > 0, "seconds, more than 0", "300"),
+    ):
+        if not fits:
+            why = "needed by every strategy" if value is None else "not what a strategy takes"
+            raise ConfigError(f"strategy.{name}", value, why, expected=expected, fix=f"strategy.{name}={fix}")
 
 
 def _expert_parallel_size(cfg: DictConfig, world_size: int) -> int:

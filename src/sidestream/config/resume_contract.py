@@ -139,7 +139,7 @@ OWN_KEYS: dict[str, Rule] = {
     "data": Rule("refused", _TEXT),
     **{
         group: Rule("changes", "the class is built with the new value")
-        for group in ("dispatcher", "fusion", "overlap", "graph", "link")
+        for group in ("dispatcher", "fusion", "overlap", "graph", "link", "strategy")
     },
     "optimizer": Rule("changes", "the update of the steps to come"),
     "scheduler": Rule("changes", _SCHEDULE),

@@ -457,7 +457,7 @@ class Root:
     overlap: Any = MISSING
     graph: Any = MISSING
     link: Any = MISSING
-    strategy: Strategy = field(default_factory=Strategy)
+    strategy: Any = MISSING
     optimizer: Any = MISSING
     scheduler: Any = MISSING
     data: Any = MISSING

@@ -72,7 +72,8 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
     cluster = replace(cluster_of(node, name="this machine"), gpus_per_domain=layout.local_world_size)  # type: ignore[arg-type]
     values: Any = OmegaConf.to_container(cfg.model, resolve=True)
     router, sharded, factor = cfg.router, sharding(cfg), cfg.dispatcher.get("capacity_factor")
-    weight, gradient, state = state_bytes(cfg)
+    # Of an own optimizer nothing is sure, and what is not sure refuses nothing.
+    weight, gradient, state = state_bytes(cfg, moments_of_others=0)
     if not str(cfg.optimizer.get("_target_")).startswith("torch."):
         state = 0  # nobody knows what a user's own keeps, so no run is refused for it
     job = Job(

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.availability import Machine, takes_library
 from sidestream.config.capabilities import CAPABILITIES
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import Layout, check, check_strategy
 from sidestream.config.errors import ConfigError
 from sidestream.config.fusion_check import is_mega
 from sidestream.config.graph_check import is_step
@@ -193,6 +193,7 @@ def _layout(cfg: DictConfig, cluster: Cluster) -> Layout:
             fix="predict.virtual_stages=1",
         )
     ranks = cluster.num_gpus // stages
+    check_strategy(cfg.strategy)
     _check_domains(cfg, cluster, ranks)
     gpus = 0 if cluster.kind == "cpu" else cluster.gpus_per_domain
     return check(
@@ -341,13 +342,27 @@ def sharding(cfg: DictConfig) -> str:
     return "optimizer" if cfg.predict.shard_optimizer else "none"
 
 
-def state_bytes(cfg: DictConfig) -> tuple[int, int, int]:
+# Tensors of a parameter's size that a class of torch.optim keeps; options add some.
+_MOMENTS = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta"), 2),
+    **dict.fromkeys(("Adagrad", "RMSprop", "Muon"), 1),
+    "SGD": 0,
+}
+
+
+def state_bytes(cfg: DictConfig, *, moments_of_others: int = 2) -> tuple[int, int, int]:
+    """Returns the bytes per parameter of weight, gradient and optimizer.
+
+    Args:
+        moments_of_others: Of an optimizer that is not known here, such as a user's own.
+    """
     if cfg.predict.shard_optimizer:
         return SPREAD_STATE
     size = 2 if cfg.trainer.precision == "bf16-true" else 4
-    moments = (
-        2 if "Adam" in str(cfg.optimizer.get("_target_", "")) else 1 if cfg.optimizer.get("momentum") else 0
-    )
+    target = str(cfg.optimizer.get("_target_", ""))
+    moments = _MOMENTS.get(target.removeprefix("torch.optim."), moments_of_others)
+    if target in ("torch.optim.SGD", "torch.optim.RMSprop"):
+        moments += bool(cfg.optimizer.get("momentum"))
     return size, size, moments * size
 
 
