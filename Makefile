@@ -51,7 +51,8 @@ clean:
 
 .PHONY: readme
 readme: $(STAMP)
-	$(BIN)/python scripts/render_readme.py $(ARGS)
+	$(BIN)/python tools/configuration_page.py
+	$(BIN)/python tools/render_readme.py $(ARGS)
 
 # Published MoE layers for scripts/bench_layer.py. torchtitan asks for more than its MoE layer imports.
 .PHONY: peers
@@ -62,7 +63,7 @@ peers: $(STAMP)
 # Kills and stops runs at random moments and counts what becomes of them; in pieces: ARGS="--runs 20 --seed 3 --out chaos/3".
 .PHONY: chaos
 chaos: $(STAMP)
-	$(BIN)/python scripts/chaos.py $(ARGS)
+	$(BIN)/python tools/chaos.py $(ARGS)
 
 # Plants the faults of tests/faults/*.toml one after another, in a copy, and sees that the tests notice. Half an hour;
 # in pieces: ARGS="--only routing model".

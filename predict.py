@@ -1,22 +1,6 @@
-"""Predicts what a training run would cost on a cluster: `python predict.py cluster=gb300_nvl72 model=qwen3_30b_a3b`."""
+"""`python predict.py` is `sidestream predict`: src/sidestream/commands/predict.py."""
+
+from sidestream import cli
 
 if __name__ == "__main__":
-    from sidestream import interrupt
-
-    interrupt.leave_at_once()
-
-import hydra
-from omegaconf import DictConfig
-
-from sidestream.launch import entry
-from sidestream.predict import command
-
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="predict")
-def main(cfg: DictConfig) -> None:
-    command.start(cfg)
-
-
-if __name__ == "__main__":
-    command.rewrite()
-    entry.run(main, shows_status=False)
+    cli.script("predict")  # fish completes files with the word @hydra.main

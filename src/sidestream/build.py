@@ -20,6 +20,7 @@ from sidestream.fusion.base import fused_of
 from sidestream.fusion.grouped import GroupedExperts
 from sidestream.model.config import ModelShape, shape_from
 from sidestream.model.transformer import MoETransformer
+from sidestream.overlap.base import Schedule, completed
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel
 from sidestream.parallel.reduction import Reduction, is_expert
@@ -70,11 +71,9 @@ def padding_rows(cfg: DictConfig, num_tokens: int) -> int:
     return -(-capacity * experts // top_k)
 
 
-def tokens_per_plan(schedule: Any, num_sequences: int, seq_length: int, padding: int) -> int:
-    """Most tokens of one plan: a schedule may cut a forward pass into several."""
-    if hasattr(schedule, "tokens_per_plan"):
-        return schedule.tokens_per_plan(num_sequences, seq_length, padding=padding)
-    return num_sequences * seq_length + padding
+def make_schedule(cfg: DictConfig) -> Schedule:
+    """The overlap option's schedule."""
+    return completed(make(cfg, "overlap"))
 
 
 def make_movers(cfg: DictConfig, *, exact: bool = False) -> tuple[Any, Any]:
@@ -106,7 +105,7 @@ def model_builder(
 
     Args:
         cfg: The root config.
-        vocab_size: As in `model_shape`.
+        vocab_size: See `model_shape`.
         device: Where the parameters live.
         num_sequences: Most sequences of a rank in one forward pass.
         exact: Dispatch without a static budget and without a library, whatever the config says: for evaluation, on
@@ -116,7 +115,7 @@ def model_builder(
     shape = model_shape(cfg, vocab_size=vocab_size)
     router, balance = make(cfg, "router"), make(cfg, "balance")
     dispatcher, fusion = make_movers(cfg, exact=exact)
-    schedule, link = make(cfg, "overlap"), make(cfg, "link")
+    schedule, link = make_schedule(cfg), make(cfg, "link")
 
     folder = initial_weights(cfg)
     if folder is not None:
@@ -140,7 +139,7 @@ def model_builder(
             device=device,
             dtype=dtype,
             compute_dtype=compute_dtype,
-            max_tokens=tokens_per_plan(schedule, num_sequences, cfg.data.seq_length, padding),
+            max_tokens=schedule.tokens_per_plan(num_sequences, cfg.data.seq_length, padding=padding),
         )
         if folder is not None:
             load_before_sharding(model, folder)

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
 from sidestream.launch import phase

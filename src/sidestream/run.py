@@ -22,12 +22,12 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.config.measure_check import report_steps
 from sidestream.data.corpus import Corpus
+from sidestream.data.document_packing import PackedDataset
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
 from sidestream.data.ngram import ngram_baselines
-from sidestream.data.packing import PackedDataset
 from sidestream.graph.check import LintFinished
 from sidestream.graph.findings import legend
 from sidestream.launch import phase, status, stopping, torchrun
@@ -37,20 +37,20 @@ from sidestream.lightning.checkpoint import SaveCheckpoints
 from sidestream.lightning.environment import RankEnvironment
 from sidestream.lightning.loggers import ClosingWandbLogger, build_loggers, finish_loggers, mirror_picture
 from sidestream.lightning.module import Recipe, SidestreamModule
-from sidestream.lightning.overlap_report import ReportOverlap
+from sidestream.lightning.overlap_callback import ReportOverlap
 from sidestream.lightning.private import finish_after_fit, own_signals
 from sidestream.lightning.progress import RichProgress
-from sidestream.lightning.recorder import Recorder, Sizes
+from sidestream.lightning.recorder import Recorder, RunSizes
 from sidestream.lightning.strategy import ExpertParallelStrategy
-from sidestream.measure.overlap_picture import save
-from sidestream.measure.overlap_report import one_line
 from sidestream.model.account import Account, account
+from sidestream.profiling.figures import one_line
+from sidestream.profiling.picture import save
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder, code_state, package_versions
 from sidestream.tracking.integrity import resumed
 from sidestream.tracking.machine import Peak, memory_reader
 from sidestream.tracking.machine import peak as device_peak
-from sidestream.tracking.result import Baselines, Graph, Metrics, Overflow, Overlap, RunResult
+from sidestream.tracking.result import Baselines, GraphResult, Metrics, Overflow, OverlapResult, RunResult
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _fit(
         folder=run_folder,
         loggers=loggers,
         progress=progress,
-        sizes=Sizes(
+        sizes=RunSizes(
             tokens_per_step=cfg.data.global_batch_size * cfg.data.seq_length,
             flops_per_token=start.flops_per_token or 0.0,
             expert_parallel_size=layout.expert_parallel_size,
@@ -180,7 +180,7 @@ def _fit(
             print("graph.lint:", *told, sep="\n  ", flush=True)
         if done.lines:
             raise
-        result = replace(start, status="finished", graph=Graph(lint=[]))
+        result = replace(start, status="finished", graph=GraphResult(lint=[]))
     else:
         result = _end_result(start, module, recorder, strategy, peak)
     phase.enter(phase.FINISHING)
@@ -217,7 +217,7 @@ def _module(
             autocast=build.PRECISIONS[cfg.trainer.precision][1] is not None,
             data_checksum=corpus.checksum,
             changes_model=bool(start.changes_model),
-            function=getattr(build.make(cfg, "overlap"), "function", "plain"),
+            function=build.make_schedule(cfg).function,
             initial_weights=build.initial_weights(cfg),
         ),
         recorder=recorder,
@@ -275,11 +275,11 @@ def _device(layout: Layout, env: RankEnv) -> torch.device:
 def _account(cfg: DictConfig, corpus: Corpus) -> Account:
     shape = build.model_shape(cfg, vocab_size=corpus.vocab_size)
     top_k = build.make(cfg, "router").top_k  # a user's own router may fix it
-    schedule = build.make(cfg, "overlap")
+    schedule = build.make_schedule(cfg)
     with torch.device("meta"):
-        added = schedule.extra(shape).values() if hasattr(schedule, "extra") else ()
+        added = schedule.extra(shape).values()
         extra = sum(p.numel() for module in added for p in module.parameters())
-    gates = 2 if getattr(schedule, "double_gating", False) else 1
+    gates = 2 if schedule.double_gating else 1
     return account(shape, top_k=gates * top_k, seq_length=cfg.data.seq_length, extra_per_unit=extra)
 
 
@@ -306,7 +306,7 @@ def _start_result(
         params_total=counts.params_total,
         params_active=counts.params_active,
         flops_per_token=counts.flops_per_token,
-        changes_model=bool(build.make(cfg, "overlap").changes_model or cfg.router.get("force_balance")),
+        changes_model=bool(build.make_schedule(cfg).changes_model or cfg.router.get("force_balance")),
         metrics=Metrics(baselines=Baselines(**ngram_baselines(corpus)) if launch else Baselines()),
         versions=package_versions(),
         commit=f"{commit}-dirty" if commit and dirty else commit,
@@ -342,11 +342,11 @@ def _end_result(
         transport=_transport(module, strategy),
         overflow=Overflow(**strategy.budget.result()),
         overlap=_measured_overlap(module) or start.overlap,
-        graph=Graph(**vars(counts)) if (counts := strategy.graph.counts()) is not None else start.graph,
+        graph=GraphResult(**vars(counts)) if (counts := strategy.graph.counts()) is not None else start.graph,
     )
 
 
-def _measured_overlap(module: SidestreamModule) -> Overlap | None:
+def _measured_overlap(module: SidestreamModule) -> OverlapResult | None:
     """What `callbacks.overlap_report` measured last."""
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     return next(callback for callback in callbacks if isinstance(callback, ReportOverlap)).result()
@@ -354,7 +354,7 @@ def _measured_overlap(module: SidestreamModule) -> Overlap | None:
 
 def _overlap_line(result: RunResult) -> str | None:
     """What a run with a schedule that overlaps says at its end, if it measured."""
-    measured: Overlap = result.overlap
+    measured: OverlapResult = result.overlap
     if (
         measured.serial_ms is None
         or measured.overlapped_ms is None

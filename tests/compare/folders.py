@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from sidestream.tracking import names
-from sidestream.tracking.result import Metrics, Overflow, Overlap, RunResult
+from sidestream.tracking.result import Metrics, Overflow, OverlapResult, RunResult
 
 CONFIG: dict[str, Any] = {
     "name": "train",
@@ -140,7 +140,7 @@ def _result(seed: int, choices: dict[str, str], status: str) -> dict[str, Any]:
             bytes_on_wire=5_000_000,
         ),
         overflow=Overflow(events=1, replays=2, dropped=3),
-        overlap=Overlap(
+        overlap=OverlapResult(
             compute_ms=6.0, comm_ms=4.0, serial_ms=10.0, overlapped_ms=8.0, e_hide=0.5, bound=0.8
         ),
         versions={"torch": "2.13.0"},

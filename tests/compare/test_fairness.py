@@ -18,7 +18,9 @@ UNFAIR: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "commit": ({"result": {"commit": "fedcba"}}, "commit", "fedcba", "0123456789abcdef"),
     "dirty": (
         {"result": {"commit": "0123456789abcdef-dirty"}},
-        *("commit", "0123456789abcdef-dirty", "0123456789abcdef"),
+        "commit",
+        "0123456789abcdef-dirty",
+        "0123456789abcdef",
     ),
     "device": ({"result": {"device": "cuda"}}, "device", "cuda", "cpu"),
     "world": ({"result": {"world_size": 4}, "config": {"trainer.devices": 4}}, "world_size", "4", "2"),

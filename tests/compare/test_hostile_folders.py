@@ -217,6 +217,7 @@ def test_markdown_text(given: str, shown: str) -> None:
 
 @pytest.mark.parametrize("name", ["plot_loss", "plot_load"])
 @pytest.mark.parametrize("what", [*LEFT_OUT, *SKIPPED])
+@pytest.mark.sample(8)
 def test_the_scripts_that_draw_a_run_end_with_a_line_too(
     tmp_path: Path, name: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,8 +113,10 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path):
     assert not re.search(r"https?://", page)
     images = [attributes for tag, attributes in tags.seen if tag == "img" and "src" in attributes]
     assert [image["alt"] for image in images] == [
-        *("Timeline of overlap=none", "Timeline of overlap=shortcut"),
-        *("Load of the experts of overlap=none", "Load of the experts of overlap=shortcut"),
+        "Timeline of overlap=none",
+        "Timeline of overlap=shortcut",
+        "Load of the experts of overlap=none",
+        "Load of the experts of overlap=shortcut",
     ]
     assert sum(tag == "svg" for tag, _ in tags.seen) == 6
 

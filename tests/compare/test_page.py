@@ -17,8 +17,15 @@ CHROMIUM = next(
     None,
 )
 QUIET = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
 )
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="needs a chromium in PATH (Debian: apt-get install chromium)"

@@ -161,6 +161,7 @@ def to_run(draw: Draw) -> tuple[list[str], int]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_what_is_accepted_trains(count: int, tmp_path: Path) -> None:
     ran = []
 

@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from sidestream import build
 from sidestream.config import availability, devices, dispatch_check
-from sidestream.config.availability import LIBRARIES, Machine, Verdict, takes_library, verdict
+from sidestream.config.availability import LIBRARIES, Availability, Machine, takes_library, verdict
 from sidestream.config.capabilities import CAPABILITIES, capabilities
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.dispatch_check import LIMITS
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.dispatch.base import DispatchSpec, receive_budget
 from tests.config import machines
 from tests.config.machines import H100, MACHINES
@@ -35,7 +36,7 @@ FITS = (
 COMPOSED: dict[tuple[str, ...], DictConfig] = {}  # composing takes most of the time here
 
 
-def of(library: str, machine: Machine, **options: int) -> Verdict:
+def of(library: str, machine: Machine, **options: int) -> Availability:
     return verdict("dispatcher", library, transport="library", machine=machine, **options)
 
 
@@ -170,7 +171,7 @@ def test_everything_else_runs_everywhere(machine: str):
 
 
 def test_grouped_products_that_read_on_the_host_say_so():
-    assert verdict("fusion", "grouped", machine=machines.LAPTOP) == Verdict(True)
+    assert verdict("fusion", "grouped", machine=machines.LAPTOP) == Availability(True)
     assert "compute capability 8.0" in verdict("fusion", "grouped", machine=machines.A100).why
     assert verdict("fusion", "grouped", machine=H100).fix == "set trainer.precision=bf16-mixed"
 
@@ -264,7 +265,7 @@ def test_tokens_are_counted_as_the_schedule_counts_them(compose: Compose, schedu
     layout = Layout(1, 1, 1, 1, micro_batch_size=3, accumulation=1, device_type="cpu")
     padding = build.padding_rows(cfg, 75)
     assert bool(padding) == bool(overrides)
-    wanted = build.tokens_per_plan(build.make(cfg, "overlap"), 3, 25, padding)
+    wanted = build.make_schedule(cfg).tokens_per_plan(3, 25, padding=padding)
     assert dispatch_check.max_tokens(cfg, layout) == wanted
 
 

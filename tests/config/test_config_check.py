@@ -35,7 +35,7 @@ def refusal(compose: Compose, *overrides: str, **world: int) -> str:
         (["router.top_k=0"], 2, ("=0", "num_experts=8")),
     ],
 )
-def test_h2_impossible_layouts_are_refused_naming_both_numbers(
+def test_impossible_layouts_are_refused_naming_both_numbers(
     compose: Compose, overrides: list[str], world_size: int, numbers: tuple[str, str]
 ):
     line = refusal(compose, *overrides, world_size=world_size)
@@ -44,13 +44,13 @@ def test_h2_impossible_layouts_are_refused_naming_both_numbers(
     assert "; set " in line
 
 
-def test_h2_a_possible_layout_works(compose: Compose):
+def test_a_possible_layout_works(compose: Compose):
     layout = check(compose("strategy.expert_parallel_size=2"), world_size=2, device_count=0)
     assert (layout.expert_parallel_size, layout.expert_data_parallel_size) == (2, 1)
     assert (layout.micro_batch_size, layout.accumulation, layout.device_type) == (4, 1, "cpu")
 
 
-def test_a5_normalised_top_1_is_refused(compose: Compose):
+def test_normalised_top_1_is_refused(compose: Compose):
     line = refusal(compose, "router.top_k=1", "router.normalize=true")
     assert line.startswith("router.normalize=true: with router.top_k=1")
     assert line.endswith("set router.normalize=auto")

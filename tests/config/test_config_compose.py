@@ -20,6 +20,7 @@ Compose = Callable[..., DictConfig]
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
+@pytest.mark.sample(12)
 def test_an_option_is_typed_and_its_first_line_is_a_command_that_runs(compose: Compose, option: Path):
     # Hydra wants the package in the first line of a file that has one.
     line = (CONF / option).read_text().removeprefix("# @package _global_\n").splitlines()[0]

@@ -63,6 +63,7 @@ def refusal(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (["dispatcher.alignment=1", *PAD], "", ""),
     ],
 )
+@pytest.mark.sample(8)
 def test_keys_that_every_moving_dispatcher_has(
     refusal: Callable[..., str], option: str, overrides: list[str], start: str, end: str
 ):
@@ -89,6 +90,7 @@ def test_keys_that_every_moving_dispatcher_has(
         ),
     ],
 )
+@pytest.mark.sample(4)
 def test_the_8_bit_wire(refusal: Callable[..., str], option: str, overrides: list[str], start: str, end: str):
     line = refusal(Machine(), f"dispatcher={option}", "dispatcher.wire_dtype=mxfp8", *overrides)
     assert line.startswith(start) and line.endswith(end), line
@@ -257,6 +259,7 @@ NCCL, DEEP, HYBRID = (
         ),
     ],
 )
+@pytest.mark.sample(8)
 def test_limits_of_a_library(
     refusal: Callable[..., str], machine: Machine, overrides: list[str], start: str, end: str
 ):

@@ -36,6 +36,7 @@ def as_hydra(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sample(3)
 def test_a_kept_composition_is_that_of_hydra(
     compose: Compose, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

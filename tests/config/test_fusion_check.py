@@ -11,9 +11,17 @@ from sidestream.config.errors import ConfigError
 Compose = Callable[..., DictConfig]
 # Sizes that Mixture-of-Kittens takes.
 MOK = (
-    *("fusion=mega", "fusion.library=mok", "strategy.expert_parallel_size=4", "trainer.devices=4"),
-    *("trainer.precision=bf16-mixed", "model.num_experts=8", "model.hidden_size=256", "model.num_heads=4"),
-    *("model.expert_hidden_size=256", "data.seq_length=256", "data.global_batch_size=16"),
+    "fusion=mega",
+    "fusion.library=mok",
+    "strategy.expert_parallel_size=4",
+    "trainer.devices=4",
+    "trainer.precision=bf16-mixed",
+    "model.num_experts=8",
+    "model.hidden_size=256",
+    "model.num_heads=4",
+    "model.expert_hidden_size=256",
+    "data.seq_length=256",
+    "data.global_batch_size=16",
 )
 
 REFUSALS = [
@@ -34,7 +42,9 @@ REFUSALS = [
     (["fusion=mega", "fusion.library=mok"], "fusion.library=mok: it runs on GPUs", "fusion.library=auto"),
     (
         [
-            *("fusion=mega", "fusion.capacity_factor=1.5", "router.expert_capacity_factor=1.0"),
+            "fusion=mega",
+            "fusion.capacity_factor=1.5",
+            "router.expert_capacity_factor=1.0",
             "router.pad_to_capacity=true",
         ],
         "fusion.capacity_factor=1.5: router.pad_to_capacity=true",

@@ -99,6 +99,7 @@ HINTS = [
 
 
 @pytest.mark.parametrize(("typed", "wanted"), HINTS, ids=[typed for typed, _ in HINTS])
+@pytest.mark.sample(8)
 def test_a_hint_is_what_the_person_wants(compose: Compose, typed: str, wanted: str):
     line = refusal(compose, typed)
     assert line.endswith(wanted), line

@@ -27,6 +27,7 @@ LAPTOP = 8 * GIB
         ["model.vocab_size=16777216", "model.hidden_size=2048"],
     ],
 )
+@pytest.mark.sample(2)
 def test_what_cannot_fit_is_refused_and_the_advice_fits(compose: Compose, overrides: list[str]):
     cfg = compose(*overrides)
     layout = check(cfg, device_count=0)

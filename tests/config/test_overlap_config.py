@@ -129,6 +129,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("overrides", "start", "fix"), [pytest.param(*row, id=" ".join(row[0])) for row in REFUSALS]
 )
+@pytest.mark.sample(4)
 def test_a_refusal_says_what_to_set_and_following_it_ends_in_a_config_that_runs(
     compose: Compose, overrides: list[str], start: str, fix: str
 ) -> None:
@@ -181,6 +182,7 @@ def test_what_fits_is_taken(compose: Compose, overrides: list[str]) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sample(4)
 def test_every_schedule_fits_the_other_choices(compose: Compose, option: str, others: list[str]) -> None:
     assert refusal(compose, f"overlap={option}", *others) == ""
 

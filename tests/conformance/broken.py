@@ -191,7 +191,7 @@ class Relu(GroupedExperts):
 
 
 class Copied(NoOverlap):
-    """The schedule of docs/architecture.md, copied and changed: the shared expert is computed while rows travel."""
+    """The schedule of docs/moe_block.md, copied and changed: the shared expert is computed while rows travel."""
 
     def __call__(self, unit: Any, h: Tensor, context: Any) -> Tensor:
         a = h + unit.attention(h, context)

@@ -128,7 +128,7 @@ def test_a_softmax_over_the_chosen_is_mixtrals_own(run: Path) -> None:
 def test_an_export_has_the_ids_of_the_run_and_is_compared(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from convert_hf import export
+    from sidestream.commands.convert_hf import export
 
     write_random("mixtral", tmp_path / "start")
     copied = resolved(run, tmp_path / "run")
@@ -148,7 +148,7 @@ def test_an_export_has_the_ids_of_the_run_and_is_compared(
 def test_an_export_that_computes_something_else_is_removed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import convert_hf
+    from sidestream.commands import convert_hf
 
     wrong = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_theta": 77.0}
     monkeypatch.setattr(convert_hf, "config_json", lambda *a, **k: config_json(*a, **k) | wrong)
@@ -160,7 +160,7 @@ def test_an_export_that_computes_something_else_is_removed(
 
 
 def test_a_bias_that_nobody_names_is_found_in_the_weights(run: Path, tmp_path: Path) -> None:
-    from convert_hf import export
+    from sidestream.commands.convert_hf import export
 
     write_run(tmp_path / "run", *OF["mixtral"], bias=0.5)
     with pytest.raises(
@@ -174,8 +174,8 @@ def test_weights_that_do_not_fit_the_dtype_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-    from convert_hf import export
 
+    from sidestream.commands.convert_hf import export
     from sidestream.model.transformer import MoETransformer
 
     original = MoETransformer.state_dict
@@ -195,7 +195,7 @@ def test_weights_that_do_not_fit_the_dtype_are_refused(
 
 
 def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from convert_hf import import_
+    from sidestream.commands.convert_hf import import_
 
     write_random("olmoe", tmp_path / "hf")
     other = verify.their_logits
@@ -208,8 +208,7 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 def test_an_import_has_its_config_beside_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from convert_hf import import_
-
+    from sidestream.commands.convert_hf import import_
     from sidestream.convert.start import check_weights
 
     write_random("olmoe", tmp_path / "hf")

@@ -223,10 +223,10 @@ def test_text_of_the_file_is_shown_and_not_obeyed() -> None:
 
 
 def test_the_page_has_the_tables(capsys: pytest.CaptureFixture) -> None:
-    from convert_hf import fields
+    from sidestream.commands.convert_hf import fields
 
     fields()
-    page = (ROOT / "docs" / "huggingface.md").read_text()
+    page = (ROOT / "docs" / "huggingface_fields.md").read_text()
     assert page.endswith(capsys.readouterr().out), (
         "python scripts/convert_hf.py fields prints the last part of it"
     )

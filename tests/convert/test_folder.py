@@ -233,7 +233,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
-    from sidestream.convert.huggingface import Reader
+    from sidestream.convert.weights import Reader
 
     with_tensor(EXPERT, torch.full((24, 48), float("nan")))(folder)
     with (
@@ -244,7 +244,7 @@ def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
 
 
 def test_what_only_the_library_notices_is_one_line(folder: Path) -> None:
-    from sidestream.convert.huggingface import Reader
+    from sidestream.convert.weights import Reader
 
     with_head(lambda head: head.update(__metadata__={"format": 3}))(folder)
     with Reader(folder) as reader, pytest.raises(ConfigError, match=r"model\.safetensors: "):
@@ -252,7 +252,7 @@ def test_what_only_the_library_notices_is_one_line(folder: Path) -> None:
 
 
 def test_a_tied_head_that_is_another_tensor_is_refused(folder: Path) -> None:
-    from convert_hf import import_
+    from sidestream.commands.convert_hf import import_
 
     change_config(folder, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"lm_head\.weight: is not the embedding"):
@@ -291,7 +291,7 @@ def test_several_files_and_a_rotary_table_of_old_releases_are_read(folder: Path)
 def test_nothing_is_smuggled_into_overrides(
     name: str, value: Any, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from convert_hf import describe
+    from sidestream.commands.convert_hf import describe
 
     change_config(folder, **{name: value})
     with pytest.raises(ConfigError, match=r"config\.json:"):
@@ -302,7 +302,7 @@ def test_nothing_is_smuggled_into_overrides(
 def test_words_are_what_a_shell_and_hydra_take_as_they_are(
     folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from convert_hf import describe, overrides
+    from sidestream.commands.convert_hf import describe, overrides
 
     describe(folder)
     assert "model.moe_layers=[1]" in capsys.readouterr().out.split()

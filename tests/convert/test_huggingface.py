@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.train.fit import compose_run, fit
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5'")
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
 COMMON = {
     "vocab_size": 256,
@@ -97,7 +95,7 @@ def our_logits(rank: int, world: int, cfg: Any, ep: int) -> torch.Tensor:
 
 
 def config_for(folder: Path, *extra: str) -> Any:
-    from convert_hf import compose_model, read_options
+    from sidestream.commands.convert_hf import compose_model, read_options
 
     cfg = compose_model(read_options(folder))
     cfg.initial_weights = str(folder)
@@ -118,9 +116,10 @@ def test_logits_of_their_checkpoint_equal_ours(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3"])
+@pytest.mark.full
 def test_trained_run_exports_to_equal_logits(name: str, tmp_path: Path) -> None:
     """Their weights -> one training step on 2 ranks -> export -> their logits equal ours; and back in again."""
-    from convert_hf import export, overrides, read_options
+    from sidestream.commands.convert_hf import export, overrides, read_options
 
     write_random(name, tmp_path / "hf")
     run = tmp_path / "run"
@@ -146,8 +145,7 @@ def test_trained_run_exports_to_equal_logits(name: str, tmp_path: Path) -> None:
 
 
 def import_in_pool(rank: int, world: int, source: str, out: str) -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from convert_hf import import_
+    from sidestream.commands.convert_hf import import_
 
     import_(Path(source), Path(out))
 
@@ -165,7 +163,7 @@ def logits_of_checkpoint(rank: int, world: int, cfg: Any, checkpoint: str) -> to
 
 
 def test_several_shards_are_read_and_written(tmp_path: Path) -> None:
-    from sidestream.convert.huggingface import Reader, read_config, write_huggingface
+    from sidestream.convert.weights import Reader, read_config, write_huggingface
 
     write_random("qwen3", tmp_path / "hf")
     options = model_options(read_config(tmp_path / "hf"))

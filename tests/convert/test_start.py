@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path) -> list[str]:
-    from convert_hf import overrides, read_options
+    from sidestream.commands.convert_hf import overrides, read_options
 
     return [*overrides(read_options(folder)), f"initial_weights={folder}"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from tests.train.fit import compose_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parents[2]
-if str(ROOT / "scripts") not in sys.path:
-    sys.path.insert(0, str(ROOT / "scripts"))
 
 CLASSES = {"mixtral": "Mixtral", "olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe"}
 _SIZES = {
@@ -79,9 +76,8 @@ def change_config(folder: Path, *without: str, **fields: Any) -> None:
 
 def difference(folder: Path) -> float:
     """Largest difference of our logits of a folder from those of transformers."""
-    from convert_hf import compose_model, read_options
-
-    from sidestream.convert.huggingface import load_huggingface
+    from sidestream.commands.convert_hf import compose_model, read_options
+    from sidestream.convert.weights import load_huggingface
 
     cfg = compose_model(read_options(folder))
     tokens = verify.example_tokens(cfg.model.vocab_size, cfg.model.sliding_window)

@@ -157,7 +157,7 @@ def test_a_token_has_one_user():
         (y.sum() + token.sum()).backward()
 
 
-# c6: odd and unequal token counts
+# Odd and unequal token counts.
 
 
 def c6_tokens(rank, world, tokens, ep):
@@ -173,7 +173,7 @@ def c6_tokens(rank, world, tokens, ep):
 
 
 @pytest.mark.parametrize("tokens", [(7, 7), (15, 16), (1, 0), (17, 3)])
-def test_c6_unequal_tokens_per_rank(tokens):
+def test_unequal_tokens_per_rank(tokens):
     ((y, x_grad, grads),) = ranks(1).run(c6_tokens, tokens=[sum(tokens)], ep=1)
     two = ranks(2).run(c6_tokens, tokens=list(tokens), ep=2, limit_s=120)
     assert two[0][0] + two[1][0] == pytest.approx(y)

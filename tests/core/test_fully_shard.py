@@ -32,6 +32,7 @@ def reference() -> dict[str, Any]:
         pytest.param(4, 4, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.sample(3)
 def test_gradients_norm_and_parameters_equal_one_process(
     reference: dict[str, Any], world: int, ep: int, accumulation: int
 ) -> None:

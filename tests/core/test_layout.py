@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from sidestream.dispatch.layout import (
-    Layout,
+    RowLayout,
     expert_layout,
     max_slots,
     rows_to_slots,
-    slots_to_rows,
     sum_routes,
     tokens_to_slots,
 )
@@ -171,12 +170,11 @@ def test_gathers_are_adjoint_and_read_no_row_without_an_expert(alignment, nan_me
         assert torch.equal(back.grad[:end], tokens_to_slots(grad, layout, top_k=top_k)[:end])
 
 
-def test_rows_to_slots_and_back():
+def test_rows_go_to_their_slots_and_gradients_come_back():
     ids = torch.tensor([1, -1, 0, 1])
     layout = expert_layout(ids, num_experts=2, alignment=4, num_slots=10)
     x = torch.tensor([[1.0], [float("nan")], [3.0], [4.0]], requires_grad=True)
     y = rows_to_slots(x, layout)
-    assert slots_to_rows(y, layout).flatten().tolist() == [1.0, 0.0, 3.0, 4.0]
     assert y[:8].flatten().tolist() == [3.0, 0.0, 0.0, 0.0, 1.0, 4.0, 0.0, 0.0]
     grad = torch.arange(10.0).unsqueeze(1)
     grad[8:] = float("nan")
@@ -189,14 +187,14 @@ def test_rows_without_a_slot_are_zero_whatever_lies_in_the_slots():
     nothing = torch.full((3, 1), float("nan"), requires_grad=True)
     x = torch.ones(2, 1, requires_grad=True)
     rows_to_slots(x, layout).backward(nothing)
-    assert x.grad.tolist() == slots_to_rows(nothing, layout).tolist() == [[0.0], [0.0]]
+    assert x.grad.tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("every_row", [False, True])
 def test_sum_over_routes_is_fp32(every_row):
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
     index = torch.arange(3)
-    layout = Layout(
+    layout = RowLayout(
         index, index, counts=index, offsets=index, needed=index.new_tensor(3), every_row=every_row
     )
     y = sum_routes(rows, layout, top_k=3)

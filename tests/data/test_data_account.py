@@ -123,6 +123,7 @@ ACCENTS = "Grüße, où est le café? " * 200
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.sample(3)
 def test_text_of_another_encoding_is_refused_with_the_key_that_reads_it(folder, encoding):
     (folder / "one.txt").write_bytes(ACCENTS.encode(encoding))
     line = refusal("data=text", "data.files=[one.txt]", "data.tokenizer=bpe")
@@ -260,6 +261,7 @@ def test_a_column_that_is_no_text_is_refused(tmp_path, datasets, values):
         ((20240520).to_bytes(4, "little") + bytes(2000), "uint16", "llm.c"),
     ],
 )
+@pytest.mark.sample(4)
 def test_a_dtype_or_header_that_does_not_fit_is_refused(folder, content, dtype, why):
     path = folder / "t.bin"
     path.write_bytes(content if isinstance(content, bytes) else content.tobytes())

@@ -1,4 +1,4 @@
-"""Packed documents: the plan, the rows, and that a model treats a packed document like one on its own (case b6)."""
+"""Packed documents: the plan, the rows, and that a model treats a packed document like one on its own."""
 
 from dataclasses import replace
 from itertools import islice
@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from sidestream.config.errors import ConfigError
-from sidestream.data import packing
+from sidestream.data import document_packing
 from sidestream.data.batch import IGNORE, Batch
 from sidestream.data.corpus import Corpus
+from sidestream.data.document_packing import document_ends, packed_dataset, plan_rows
 from sidestream.data.loaders import train_loader, val_loader
-from sidestream.data.packing import document_ends, packed_dataset, plan_rows
 from sidestream.model.context import TokenContext
 from tests.core.build_tiny import Setup, full, make_model, make_optimizer, make_step
 from tests.rank_pool import ranks
@@ -51,7 +51,7 @@ def test_ends_of_documents_are_found_across_chunks(monkeypatch):
     expected = np.cumsum(LENGTHS)
     expected[-1] -= 1
     for chunk in (1, 7, 2**24):
-        monkeypatch.setattr(packing, "_CHUNK", chunk)
+        monkeypatch.setattr(document_packing, "_CHUNK", chunk)
         assert document_ends(tokens, EOS).tolist() == expected.tolist()
     assert document_ends(tokens[:0], EOS).tolist() == []
 
@@ -98,7 +98,7 @@ def test_the_plan_is_kept_and_not_trusted_when_damaged_or_of_other_data(tmp_path
     expected = packed_dataset(corpus, "train", L).pieces.tolist()
     (path,) = (tmp_path / "cache").glob("packing-train-*")
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "plan_rows", lambda *_: pytest.fail("planned again"))
+        patch.setattr(document_packing, "plan_rows", lambda *_: pytest.fail("planned again"))
         assert packed_dataset(corpus, "train", L).pieces.tolist() == expected
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:-24], whole[:-2] + b"ab", b""):
@@ -189,7 +189,7 @@ def train_packed(rank, world, setup, padding=0):
 
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (2, 2)])
-def test_b6_what_padding_holds_changes_nothing(world, ep):
+def test_what_padding_holds_changes_nothing(world, ep):
     # Loss, gradients, counts and parameters after two steps, to the last bit.
     setup = Setup(ep=ep, steps=2)
     zero, other = (ranks(world).run(train_packed, setup=setup, padding=token) for token in (0, 41))

@@ -57,6 +57,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(3)
 def test_output_and_gradients_equal_a_dense_computation(case):
     # Unequal tokens, routes of -1 with NaN weights, NaN in every tail.
     ranks(2).run(run, setup=CASES[case])
@@ -74,6 +75,7 @@ def test_one_rank(case):
 
 
 @pytest.mark.parametrize("case", MODES)
+@pytest.mark.sample(2)
 def test_starved_rank(case):
     # Rank 1 has no tokens, and nobody's tokens go to its experts.
     ids = [torch.tensor([[t % 4, -1] for t in range(12)]), torch.zeros(0, K, dtype=torch.int64)]
@@ -112,6 +114,7 @@ def overflow(rank, world, name):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.sample(1)
 def test_overflow_drops_the_last_experts_and_says_what_was_needed(name):
     lost = ranks(2).run(overflow, name=name)
     # Experts 0 and 1 fill the buffer; 2 and 3 lose all routes.
@@ -191,6 +194,7 @@ def forward_rest(adapter, plan, received, scale_LH):
 
 
 @pytest.mark.parametrize("case", MODES)
+@pytest.mark.sample(2)
 def test_plans_in_flight_and_handles_used_again(case):
     for log in ranks(2).run(in_flight, setup=MODES[case].with_(layers=3)):
         if case.startswith("nccl_ep"):
@@ -214,6 +218,7 @@ def order(rank, world, setup):
 
 
 @pytest.mark.parametrize("case", MODES)
+@pytest.mark.sample(2)
 def test_calls_pass_the_hooks_of_the_channel_in_one_order(case):
     found = ranks(2).run(order, setup=MODES[case])
     tags, waits = found[0]

@@ -117,7 +117,7 @@ def expected_outcomes(steps: list[Step], *, budget: int, alignment: int = 1) -> 
     return outcomes
 
 
-# ---- c3: overflow
+# ---- Overflow
 
 
 def c3_all_to_rank_0(rank: int, world: int, name: str, even: bool, budget: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def c3_all_to_rank_0(rank: int, world: int, name: str, even: bool, budget: int) 
 
 @pytest.mark.parametrize(("name", "even"), STATIC)
 @pytest.mark.parametrize("budget", [4, 6, 64])
-def test_c3_a_buffer_that_is_too_small_loses_exactly_what_does_not_fit(name, even, budget):
+def test_a_buffer_that_is_too_small_loses_exactly_what_does_not_fit(name, even, budget):
     first, second = ranks(2).run(c3_all_to_rank_0, name=name, even=even, budget=budget, limit_s=120)
     kept = [1.0] * min(budget, 6) + [0.0] * (6 - min(budget, 6))
     tokens = range(1, 7)
@@ -182,6 +182,7 @@ def compare_with_the_rule(rank: int, world: int, name: str, even: bool) -> list[
 
 @pytest.mark.parametrize(("name", "even"), STATIC)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.sample(3)
 def test_last_experts_lose_first_and_last_sources_within_them(name, even, world):
     for wrong in ranks(world).run(compare_with_the_rule, name=name, even=even):
         assert not wrong, "\n".join(wrong[:3])
@@ -254,7 +255,7 @@ def test_more_tokens_than_buffers_are_made_for_are_refused():
     eager.close()
 
 
-# ---- c4: rows that nobody wrote
+# ---- Rows that nobody wrote
 
 
 def stale_empty(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -293,7 +294,7 @@ def c4_big_then_small(rank: int, world: int, name: str, even: bool, tail: float)
 
 @pytest.mark.parametrize("tail", [NAN, pytest.param(1e38, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "even"), STATIC)
-def test_c4_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail):
+def test_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail):
     results = ranks(2).run(c4_big_then_small, name=name, even=even, tail=tail)
     for rank, (after, fresh) in enumerate(results):
         for one, other in zip(after[:-1], fresh[:-1]):
@@ -302,7 +303,7 @@ def test_c4_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail)
         assert fresh[-1].item() == expected_outcomes(steps, budget=1000)[rank].needed
 
 
-# ---- c6: odd and unequal token counts
+# ---- Odd and unequal token counts
 
 
 def c6_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
@@ -324,7 +325,7 @@ def c6_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
     "tokens",
     [[15, 16], [1, 0], *(pytest.param(t, marks=pytest.mark.full) for t in ([7, 7], [17, 3], [0, 0]))],
 )
-def test_c6_unequal_tokens_per_rank(name, tokens):
+def test_unequal_tokens_per_rank(name, tokens):
     assert ranks(2).run(c6_tokens, name=name, tokens=tokens, limit_s=120) == [[], []]
 
 

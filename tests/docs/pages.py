@@ -1,5 +1,6 @@
 """Reads README.md and docs/: fenced blocks, the commands in them, tables; loads scripts as modules."""
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -10,7 +11,7 @@ from types import ModuleType
 
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
-PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,8 +44,10 @@ def rows(body: str) -> Iterator[list[str]]:
 
 
 def script(name: str) -> ModuleType:
-    """Imports a file of the repository, such as `scripts/check_gpu.py`, once."""
+    """Imports what a file of the repository runs, such as `scripts/check_gpu.py` or `tools/chaos.py`, once."""
     path = REPOSITORY / name
+    if path.parent.name != "tools":
+        return importlib.import_module(f"sidestream.commands.{path.stem}")
     module = sys.modules.get(path.stem)
     if module is None or getattr(module, "__file__", None) != str(path):
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -75,6 +75,7 @@ def on_the_cpu(rank: int, world: int, *, name: str, broken: bool = False) -> str
         pytest.param("speed_with_a_graph", " x; capture ", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.sample(1)
 def test_the_checks_of_step_graphs_run_on_a_tape(name: str, expected: str):
     (told,) = ranks(1).run(on_the_cpu, name=name)
     assert expected in told

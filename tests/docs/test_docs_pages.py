@@ -5,22 +5,22 @@ import importlib
 import inspect
 import re
 import textwrap
+import tomllib
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 from omegaconf import OmegaConf
 
-from sidestream.config import schema
-from sidestream.config.errors import as_typed
+import sidestream
 from sidestream.config.help import GROUPS
 from sidestream.overlap.none import NoOverlap
-from tests.docs.pages import PAGES, README, REPOSITORY, blocks, prose, rows, text
+from tests.docs.pages import PAGES, README, REPOSITORY, blocks, prose, rows, script, text
 
 CONF = REPOSITORY / "conf"
 SOURCE = REPOSITORY / "src" / "sidestream"
 CONFIGURATION = REPOSITORY / "docs" / "configuration.md"
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+MOE_BLOCK = REPOSITORY / "docs" / "moe_block.md"
 # Files of a run or of the README's example, not of the repository.
 ELSEWHERE = re.compile(
     r"logs/.*|(result|env|launch|tokenizer|manifest)\.json|sweep\.csv|stdout\.log|multirun\.yaml|(metrics|expert_load)\.jsonl|expert_load\.png|overlap\.(json|png|svg)|prediction\.(json|png)|compare\.(md|csv|png|html)|trace_rank\d\.json|<train_file>\.json|metrics\.csv|rank\d\.log|checkpoints|(<run>/)?\.hydra/.*|.*version_N.*"
@@ -63,6 +63,16 @@ def test_links_and_files_exist(page: Path):
         assert ELSEWHERE.fullmatch(name) or any(place.exists() for place in places), name
 
 
+def test_the_version_is_the_same_everywhere_and_hosted_ci_runs_the_two_commands():
+    project = tomllib.loads(text(REPOSITORY / "pyproject.toml"))["project"]
+    citation = OmegaConf.load(REPOSITORY / "CITATION.cff")
+    assert project["version"] == citation.version == sidestream.__version__
+    assert f"\n## {sidestream.__version__}" in text(REPOSITORY / "CHANGELOG.md")
+    assert project["license"] == citation.license == "Apache-2.0"
+    workflow = OmegaConf.load(REPOSITORY / ".github" / "workflows" / "ci.yml")
+    assert [step.run for step in workflow.jobs.test.steps if "run" in step] == ["make check", "make test"]
+
+
 def test_the_walk_of_a_batch_names_what_is_in_the_code():
     walk = list(rows(section(ARCHITECTURE, "The walk of a batch")))
     assert len(walk) > 20
@@ -86,7 +96,7 @@ def test_the_protocols_are_where_the_page_says():
 
 
 def test_the_schedule_is_quoted_as_it_is_in_the_code():
-    quoted = blocks(ARCHITECTURE, "python")
+    quoted = blocks(MOE_BLOCK, "python")
     assert textwrap.dedent(inspect.getsource(NoOverlap.__call__)) in quoted
 
 
@@ -126,82 +136,21 @@ def test_the_readme_lists_the_options_that_exist():
         assert set(re.findall(r"`(\w+)`", options)) == there, group
 
 
-def test_every_option_has_a_line_in_the_page_and_the_default_is_marked(compose):
-    choices = compose(return_hydra_config=True).hydra.runtime.choices
-    for group in sorted({group for group, _ in OPTIONS} | {"experiment", "arm"}):
-        listed = [row[0] for row in rows(section(CONFIGURATION, group)) if len(row) == 2]
-        marked = {re.match(r"`(\w+)`", cell).group(1): cell.endswith("(default)") for cell in listed}
-        assert set(marked) == {path.stem for path in (CONF / group).glob("*.yaml")}, group
-        assert [option for option, is_default in marked.items() if is_default] == (
-            [choices[group]] if choices[group] else []
-        )
-
-
-BASES = {"cluster": "h100"}  # whose table has all keys, where the default option has none
+def test_the_configuration_page_is_what_the_schemas_and_conf_say():
+    made = script("tools/configuration_page.py").page()
+    assert text(CONFIGURATION) == made, "run `make readme`"
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_the_page_has_every_key_with_its_type_and_default(compose, group: str, option: str):
-    """An option that has all keys of the default option lists what differs from it."""
-    wanted, kind = keys_of(compose, group, option)
-    default = BASES.get(group) or compose(return_hydra_config=True).hydra.runtime.choices[group]
-    base, base_kind = keys_of(compose, group, default)
-    if option != default and issubclass(kind, base_kind) and kind.__dataclass_fields__:
-        wanted = {key: value for key, value in wanted.items() if base.get(key) != value}
-    assert table_of(group, option) == wanted
-
-
-def test_the_page_has_every_key_of_the_top_level(compose):
-    plain = OmegaConf.to_container(compose(), resolve=False)
-    own = {key: value for key, value in plain.items() if key not in schema.SCHEMAS}
-    assert key_rows(section(CONFIGURATION, "Top level")) == described("", own, schema.Root)
-
-
-def table_of(group: str, option: str) -> dict[str, tuple[str, str]]:
-    """Returns key -> (type, default) from the section `### group=option`, {} without one."""
-    sections = re.findall(r"^### ([^\n]+)\n(.*?)(?=^#|\Z)", text(CONFIGURATION), re.MULTILINE | re.DOTALL)
-    found = [body for title, body in sections if title == f"{group}={option}"]
-    return key_rows(found[0]) if found else {}
-
-
-def key_rows(body: str) -> dict[str, tuple[str, str]]:
-    return {row[0].strip("`"): (row[1], row[2]) for row in rows(body) if len(row) == 4}
-
-
-def keys_of(compose, group: str, option: str) -> tuple[dict[str, tuple[str, str]], type]:
-    """Returns key -> (type, default) as in the YAML files, and the schema of an option."""
+@pytest.mark.sample(10)
+def test_the_page_reads_the_values_that_hydra_composes(compose, group: str, option: str):
+    page = script("tools/configuration_page.py")
+    read = page._read(group, CONF / group / f"{option}.yaml")
     node = compose(f"{group}={option}")[group]
-    kind = OmegaConf.get_type(node)
-    return described(group, OmegaConf.to_container(node, resolve=False), kind), kind
-
-
-def described(prefix: str, values: dict, kind: type) -> dict[str, tuple[str, str]]:
-    """Returns dotted key -> (type in words, value as typed)."""
-    found = {}
-    for name, value in values.items():
-        field, key = kind.__dataclass_fields__[name], f"{prefix}.{name}" if prefix else name
-        if isinstance(value, dict):
-            found |= described(key, value, dataclass_in(field.type))
-        elif name != "_target_":
-            found[key] = (in_words(field), "required" if value == "???" else as_typed(value))
-    return found
-
-
-def dataclass_in(kind: Any) -> Any:
-    """Returns the dataclass of `Kind` or `Kind | None`; None if it is another type."""
-    return next((part for part in (kind, *get_args(kind)) if hasattr(part, "__dataclass_fields__")), None)
-
-
-def in_words(field) -> str:
-    choices = field.metadata.get("choices")
-    if choices:
-        return " / ".join(as_typed(choice) for choice in choices)
-    if field.metadata.get("auto"):
-        number = "float" if field.metadata.get("real") else "int"
-        return f"{number}, auto or null" if field.type is Any else f"{number} or auto"
-    if field.type is Any:
-        return "int or list"
-    if dataclass_in(field.type):
-        return "map or null"
-    name = field.type.__name__ if type(field.type) is type else str(field.type)
-    return re.sub(r"list\[(\w+)\]", r"list of \1", name).replace(" | None", " or null")
+    composed = dict(page._flat(f"{group}.", OmegaConf.to_container(node, resolve=False)))
+    assert read.values == composed
+    maps = {key.rpartition(".")[0] for key in composed}
+    unset = {
+        key for key in read.keys if composed.get(key.rpartition(".")[0], "") is None
+    }  # of a map that is null
+    assert set(composed) == set(read.keys) - maps - unset

@@ -29,6 +29,7 @@ def names(group: str) -> set[str]:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.sample(3)
 def test_every_option_is_in_the_tables(machine: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     found = tables(MACHINES[machine], tmp_path / "doctor.json")
     dispatchers = {(row["dispatcher"], row["transport"]) for row in found["dispatchers"]}

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sidestream.measure import dispatch_report, overlap_picture, report
+from sidestream.measure import dispatch_report, report
+from sidestream.profiling import picture
 from sidestream.tracking import drawing
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,8 +46,8 @@ TOGETHER = {
     "arms at night": [drawing.NEUTRAL_ON_DARK, *drawing.ON_DARK],
     "parts": [*dispatch_report._COLORS, "#FFFFFF"],
     "layers": [*report.COLORS.values(), "#FFFFFF"],
-    "timeline": [color for color, hatch, _ in overlap_picture.LOOKS.values() if not hatch],
-    "timeline, hatched": [color for color, hatch, _ in overlap_picture.LOOKS.values() if hatch],
+    "timeline": [color for color, hatch, _ in picture.LOOKS.values() if not hatch],
+    "timeline, hatched": [color for color, hatch, _ in picture.LOOKS.values() if hatch],
 }
 
 
@@ -72,7 +73,7 @@ def test_lines_and_areas_differ_in_more_than_colour() -> None:
 def test_no_label_is_clipped(name: str) -> None:
     result = json.loads((RESULTS / f"{name}.json").read_text())
     if name == "overlap_shortcut":
-        figure = overlap_picture.draw(result["picture"])
+        figure = picture.draw(result["picture"])
     else:
         figure = (dispatch_report if name == "bench_dispatch" else report).draw(result)
     assert drawing.clipped(figure) == []
@@ -88,7 +89,7 @@ def test_the_picture_of_the_overlap_gives_the_medians_of_its_file() -> None:
     result = json.loads((RESULTS / "overlap_shortcut.json").read_text())
     median = {arm: result["passes"]["both"]["ms"][arm]["median"] for arm in ("serial", "overlapped")}
     assert result["picture"]["median_ms"] == median
-    title = overlap_picture.draw(result["picture"]).axes[0].get_title("left")
+    title = picture.draw(result["picture"]).axes[0].get_title("left")
     assert title.startswith(f"serial  {median['serial']:.1f} ms (median")
 
 

@@ -1,4 +1,4 @@
-"""README, benchmark page and picture show what is in docs/results/; scripts/render_readme.py takes whole runs only."""
+"""README, benchmark page and picture show what is in docs/results/; tools/render_readme.py takes whole runs only."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from sidestream.compare import quality
 from sidestream.tracking.result import RunResult
 from tests.docs.pages import README, script, text
 
-render_readme = script("scripts/render_readme.py")
+render_readme = script("tools/render_readme.py")
 
 
 def test_the_table_is_the_one_of_the_committed_run_and_the_sentence_of_the_committed_overlap():
@@ -47,7 +47,7 @@ def test_the_overlap_table_is_the_one_of_the_committed_measurement():
     page = text(render_readme.OVERLAP)
     assert render_readme.render_overlap(page) == page, "run `make readme`"
     runs = json.loads(text(render_readme.OVERLAP_RESULT))["runs"]
-    # What docs/overlap.md and the issue say of them: the share of each schedule's own bound.
+    # What docs/overlap.md says of them: the share of each schedule's own bound.
     assert min(run["reached"] for run in runs if run["compute"] == "sleep") >= 0.9
     assert min(run["reached"] for run in runs if run["compute"] == "real") >= 0.8
 

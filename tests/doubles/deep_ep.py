@@ -1,4 +1,6 @@
-"""A double of `deep_ep` on its main branch: `ElasticBuffer` in expand mode. Sections are of the API reference.
+"""A double of `deep_ep` on its main branch: `ElasticBuffer` in expand mode.
+
+It holds callers to what the library's documentation and source say.
 
     deep_ep = DeepEP()          # in place of the module
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=64, hidden=256, num_topk=2)
@@ -36,7 +38,7 @@ from tests.doubles.rules import (
     together,
 )
 
-TOPK_IDX = torch.int64  # 2.3: topk_idx_t is int64 unless built otherwise
+TOPK_IDX = torch.int64  # topk_idx_t is int64 unless built otherwise
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -44,7 +46,7 @@ def align_up(value: int, alignment: int) -> int:
 
 
 class EventOverlap:
-    """2.4: with `async_with_compute_stream=True` results may be used after `current_stream_wait`."""
+    """With `async_with_compute_stream=True` results may be used after `current_stream_wait`."""
 
     def __init__(self, stream: Stream | None, mark: int) -> None:
         self.stream, self.mark = stream, mark
@@ -57,7 +59,7 @@ class EventOverlap:
 
 @dataclass(eq=False)
 class EPHandle:
-    """2.3: fields are device tensors, uninitialised until the work has run when there was no CPU sync."""
+    """Fields are device tensors, uninitialised until the work has run when there was no CPU sync."""
 
     do_expand: bool
     num_experts: int
@@ -69,14 +71,14 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: Tensor
     num_unaligned_recv_tokens_per_expert: Tensor
     recv_src_metadata: Tensor
-    num_recv_tokens_per_expert_list: list[int] = field(default_factory=list)  # 2.3: empty without sync
+    num_recv_tokens_per_expert_list: list[int] = field(default_factory=list)  # empty without sync
     _placement: Placement | None = None
     _rows: int = 0
     _index: int = 0
 
 
 class ElasticBuffer:
-    """2.2. `library` is set by `DeepEP`."""
+    """`library` is set by `DeepEP`."""
 
     library: DeepEP
 
@@ -101,31 +103,31 @@ class ElasticBuffer:
     ) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         sized = num_bytes is not None or (num_max_tokens_per_rank > 0 and hidden > 0)
-        require(sized, "a size in bytes, or max tokens and hidden")  # 2.2
-        require(self.size <= 1024, "at most 1024 ranks")  # 2.4
-        require(hidden % 256 == 0, "H % 256")  # 2.3
-        require(num_topk <= 32, "top-k <= 32")  # 2.3
+        require(sized, "a size in bytes, or max tokens and hidden")
+        require(self.size <= 1024, "at most 1024 ranks")
+        require(hidden % 256 == 0, "H % 256")
+        require(num_topk <= 32, "top-k <= 32")
         require(not use_fp8_dispatch, "double: fp8 is not modelled")
         self.max_tokens, self.hidden = num_max_tokens_per_rank, hidden
         self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
         self.explicitly_destroy, self.alive = explicitly_destroy, True
         self.calls = 0
         self._comm = Stream()
-        # 2.3: maxT may not differ between ranks
+        # maxT may not differ between ranks
         together(
             group, ["ElasticBuffer", num_bytes, num_max_tokens_per_rank, hidden, num_topk, deterministic]
         )
         self.library.log.append("+buffer")
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        # 2.2: shells out and divides by zero where no RDMA NIC is found
+        # shells out and divides by zero where no RDMA NIC is found
         raise ZeroDivisionError("integer division or modulo by zero")
 
     def get_comm_stream(self) -> Stream:
         return self._comm
 
     def destroy(self) -> None:
-        require(self.explicitly_destroy, "destroy() is for explicitly_destroy=True", TeardownOrder)  # 2.2
+        require(self.explicitly_destroy, "destroy() is for explicitly_destroy=True", TeardownOrder)
         require(self.alive, "buffer destroyed twice", TeardownOrder)
         try:
             dist.get_rank(self.group)
@@ -135,7 +137,7 @@ class ElasticBuffer:
         self.library.log.append("-buffer")
 
     def __del__(self) -> None:
-        # 2.2: without explicitly_destroy there is a barrier in __del__, whenever that runs
+        # without explicitly_destroy there is a barrier in __del__, whenever that runs
         if getattr(self, "alive", False) and not self.explicitly_destroy:
             self.library.log.append("-buffer")
 
@@ -164,7 +166,7 @@ class ElasticBuffer:
         self._usable(previous_event, allocate_on_comm_stream)
         self._check_tokens(x)
         cached = handle is not None
-        # 2.3: None means True for a fresh dispatch and False for a cached one
+        # None means True for a fresh dispatch and False for a cached one
         sync = (not cached) if do_cpu_sync is None else do_cpu_sync
         if handle is not None:
             self._check_cached(handle, x, topk_idx, num_sms, do_expand, sync)
@@ -187,7 +189,7 @@ class ElasticBuffer:
             self._move(handle, call, tokens, weights, out, row_weights)
 
         event = self._launch(work, previous_event, async_with_compute_stream)
-        return out, None, row_weights, handle, event  # 2.3: recv_topk_idx is None in expand mode
+        return out, None, row_weights, handle, event  # recv_topk_idx is None in expand mode
 
     def _move(
         self,
@@ -210,12 +212,12 @@ class ElasticBuffer:
         for target, which in ((out, 0), (row_weights, 1)):
             if target is not None:
                 fill(target, placement.rows, [theirs[which] for theirs in sent], by_route=which == 1)
-                if do_zero_padding:  # 2.3: gap rows are zero only then
+                if do_zero_padding:  # gap rows are zero only then
                     target[placement.pads()] = 0
 
     def _usable(self, previous_event: EventOverlap | None, allocate_on_comm_stream: bool) -> None:
         require(self.alive, "the buffer was destroyed", UseAfterFree)
-        # 2.4: previous_event requires allocate_on_comm_stream=True
+        # previous_event requires allocate_on_comm_stream=True
         require(
             previous_event is None or allocate_on_comm_stream,
             "previous_event without allocate_on_comm_stream",
@@ -223,7 +225,7 @@ class ElasticBuffer:
 
     def _check_tokens(self, x: Tensor) -> None:
         require(isinstance(x, Tensor), "double: (fp8, scales) is not modelled")
-        require(x.dtype == torch.bfloat16, "x: bf16")  # 2.3
+        require(x.dtype == torch.bfloat16, "x: bf16")
         require(x.dim() == 2 and x.shape[1] == self.hidden and x.is_contiguous(), "x: [T, H], contiguous")
         require(self.hidden % 256 == 0, "H % 256")
 
@@ -236,7 +238,7 @@ class ElasticBuffer:
         do_expand: bool,
         sync: bool,
     ) -> None:
-        # 2.3 backward: topk_idx=None, explicit num_sms, do_expand again for expand handles
+        # in backward: topk_idx=None, explicit num_sms, do_expand again for expand handles
         require(topk_idx is None, "cached dispatch: topk_idx is None")
         require(num_sms == handle.num_sms, f"cached dispatch: num_sms={num_sms}, handle {handle.num_sms}")
         require(do_expand == handle.do_expand, "cached dispatch: do_expand as in the handle", Corruption)
@@ -261,7 +263,7 @@ class ElasticBuffer:
         require(topk_idx.dim() == 2 and topk_idx.shape[0] == x.shape[0], "topk_idx: [T, K]")
         require(topk_idx.shape[1] <= 32, "top-k <= 32")
         require(num_experts % self.size == 0 and num_experts <= 2048, "experts: multiple of ranks, <= 2048")
-        require(num_experts // self.size <= 256, "at most 256 experts per rank")  # 2.4
+        require(num_experts // self.size <= 256, "at most 256 experts per rank")
         require(x.shape[0] <= most <= self.max_tokens, f"T={x.shape[0]} <= maxT={most} <= {self.max_tokens}")
         require(max([-1, *topk_idx.reshape(-1).tolist()]) < num_experts, "topk_idx: no such expert")
         if topk_weights is not None:
@@ -271,7 +273,7 @@ class ElasticBuffer:
             require(topk_weights.is_contiguous(), "topk_weights: contiguous")
         if num_sms == 0:
             self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
-        require(num_sms <= 160, "at most 160 SMs")  # 2.4
+        require(num_sms <= 160, "at most 160 SMs")
         num_local, top_k = num_experts // self.size, topk_idx.shape[1]
         self.calls += 1
         return EPHandle(
@@ -291,7 +293,7 @@ class ElasticBuffer:
     def _exchange_layout(self, handle: EPHandle, sync: bool) -> Callable[[], None] | None:
         """Fill the handle now (CPU sync), or return what fills it when the stream runs."""
         alignment, num_local = handle.expert_alignment, handle.num_experts // self.size
-        # 2.5/8: the order inside one expert is not deterministic unless asked for
+        # the order inside one expert is not deterministic unless asked for
         shuffle = None if self.deterministic else random.Random(self.rank + 1000 * self.calls)
 
         def work() -> None:
@@ -299,7 +301,7 @@ class ElasticBuffer:
             ids = together(self.group, call, handle.topk_idx)
             p = place(ids, rank=self.rank, num_local=num_local, alignment=alignment, shuffle=shuffle)
             handle._placement = p
-            # 2.3 expand: start of expert i plus its real count
+            # start of expert i plus its real count
             psum = torch.tensor([begin + count for begin, count in zip(p.begins, p.counts)])
             handle.psum_num_recv_tokens_per_expert.copy_(psum)
             handle.num_unaligned_recv_tokens_per_expert.copy_(torch.tensor(p.counts))
@@ -314,7 +316,7 @@ class ElasticBuffer:
             assert handle._placement is not None
             handle._rows = handle._placement.needed
         else:
-            # 2.3: no CPU sync = worst-case allocation only; there is no budget and no drop
+            # no CPU sync = worst-case allocation only; there is no budget and no drop
             top_k = handle.topk_idx.shape[1]
             most = self.size * handle.num_max_tokens_per_rank * min(top_k, num_local)
             handle._rows = align_up(most + (alignment - 1) * num_local, alignment)
@@ -324,7 +326,7 @@ class ElasticBuffer:
     def _launch(
         self, work: Callable[[], None], previous: EventOverlap | None, asynchronous: bool
     ) -> EventOverlap:
-        """2.4: an own stream; it waits for the current one or for `previous_event`."""
+        """An own stream; it waits for the current one or for `previous_event`."""
         compute = current_stream()
         before, mark = (compute, compute.mark()) if previous is None else (previous.stream, previous.mark)
         if before is not None:
@@ -350,8 +352,8 @@ class ElasticBuffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         self._usable(previous_event, allocate_on_comm_stream)
-        self._check_tokens(x)  # 2.3: bf16 only, H % 256
-        # 2.3: only compact mode fixes the number of rows; here they must hold every slot of the handle.
+        self._check_tokens(x)  # bf16 only, H % 256
+        # only compact mode fixes the number of rows; here they must hold every slot of the handle.
         most = handle._rows
         require(x.shape[0] <= most, f"combine: {x.shape[0]} rows, the handle has {most}")
         require(bias is None, "double: bias is not modelled")
@@ -361,7 +363,7 @@ class ElasticBuffer:
         rows, numbers = Input(x, "combine x"), None
         out, weights = garbage(num_tokens, self.hidden, dtype=x.dtype), None
         if topk_weights is not None:
-            # 2.3: expand mode, topk_weights only with allow_multiple_reduction (otherwise device assert)
+            # expand mode, topk_weights only with allow_multiple_reduction (otherwise device assert)
             require(
                 self.allow_multiple_reduction, "topk_weights without allow_multiple_reduction", DeviceAssert
             )
@@ -395,7 +397,7 @@ class ElasticBuffer:
 
 
 class DeepEP:
-    """The module, main branch: it has `ElasticBuffer` and no `HybridEPBuffer` (2.1)."""
+    """The module, main branch: it has `ElasticBuffer` and no `HybridEPBuffer`."""
 
     topk_idx_t = TOPK_IDX
     __version__ = "2.1.0"

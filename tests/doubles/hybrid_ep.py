@@ -1,4 +1,6 @@
-"""A double of `deep_ep` on its `hybrid-ep` branch at 94a9f8f: `HybridEPBuffer`. Sections are of the API reference.
+"""A double of `deep_ep` on its `hybrid-ep` branch at 94a9f8f: `HybridEPBuffer`.
+
+It holds callers to what the library's documentation and source say.
 
     deep_ep = HybridEP()        # in place of the module
     buffer = deep_ep.HybridEPBuffer(group, hidden_dim=64, max_num_of_tokens_per_rank=64, num_local_experts=4)
@@ -56,7 +58,7 @@ class _Routed:
 
 
 class HybridEPBuffer:
-    """3.2. `library` is set by `HybridEP`. There is no destroy method: drop the reference."""
+    """`library` is set by `HybridEP`. There is no destroy method: drop the reference."""
 
     library: HybridEP
 
@@ -77,13 +79,13 @@ class HybridEPBuffer:
         enable_custom_allgather: bool = False,
     ) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        require(self.size >= 2, "group size >= 2")  # 3.2
-        require(self.size <= 72, "at most 72 ranks per NVLink domain")  # 3.5
-        require(hidden_dim % 16 == 0, "H % 16")  # 3.5
-        require(num_local_experts * self.size % 4 == 0, "L x ranks per domain % 4")  # 3.5
+        require(self.size >= 2, "group size >= 2")
+        require(self.size <= 72, "at most 72 ranks per NVLink domain")
+        require(hidden_dim % 16 == 0, "H % 16")
+        require(num_local_experts * self.size % 4 == 0, "L x ranks per domain % 4")
         require(not use_fp8, "double: fp8 is not modelled")
         self.hidden, self.num_local = hidden_dim, num_local_experts
-        self.max_tokens = max(512, max_num_of_tokens_per_rank)  # 3.5: min buffer 512 tokens
+        self.max_tokens = max(512, max_num_of_tokens_per_rank)  # min buffer 512 tokens
         self.calls = self.grown = 0
         together(group, ["HybridEPBuffer", hidden_dim, max_num_of_tokens_per_rank, num_local_experts])
         self.library.log.append("+buffer")
@@ -121,7 +123,7 @@ class HybridEPBuffer:
         require(scaling_factor is None and not use_fp8, "double: fp8 is not modelled")
         multiple = pad_multiple or 1
         if non_blocking:
-            # 3.4: non_blocking requires num_permuted_tokens with P % pad_multiple == 0
+            # non_blocking requires num_permuted_tokens with P % pad_multiple == 0
             fits = num_permuted_tokens is not None and num_permuted_tokens % multiple == 0
             require(fits, "non_blocking requires num_permuted_tokens, a multiple of pad_multiple")
         cached = handle is not None
@@ -141,11 +143,11 @@ class HybridEPBuffer:
             )
         routed: _Routed = handle[0]
         if not cached and not non_blocking:
-            current_stream().synchronize()  # 3.4: blocking mode does one stream sync per dispatch
+            current_stream().synchronize()  # blocking mode does one stream sync per dispatch
             self._scan(handle, num_permuted_tokens)
         out = garbage(routed.rows, self.hidden, dtype=hidden.dtype)
         row_probs = None if probs is None else garbage(routed.rows, dtype=torch.float32)
-        counts = garbage(self.num_local, dtype=torch.int64)  # 3.3: not filled on a cached call
+        counts = garbage(self.num_local, dtype=torch.int64)  # not filled on a cached call
         x, numbers = Input(hidden, "hidden"), None if probs is None else Input(probs, "probs")
 
         def work() -> None:
@@ -161,13 +163,13 @@ class HybridEPBuffer:
         return out, row_probs, None, counts, handle
 
     def _check_hidden(self, hidden: Tensor) -> None:
-        # 3.3: 2-byte types only
+        # 2-byte types only
         require(hidden.dtype == torch.bfloat16, "hidden: bf16")
         require(hidden.dim() == 2 and hidden.shape[1] == self.hidden, "hidden: [T, H]")
         require(hidden.is_contiguous(), "hidden: contiguous")
 
     def _check_flags(self, handle: tuple[Any, ...], pad_multiple: int, fuse: bool) -> None:
-        # 3.3 backward: same pad_multiple, fuse_* flags equal in all four calls
+        # same pad_multiple, fuse_* flags equal in all four calls
         routed: _Routed = handle[0]
         require(len(handle) == 11, "handle: tuple of 11")
         require(pad_multiple == routed.pad_multiple, "pad_multiple differs from the dispatch", Corruption)
@@ -190,7 +192,7 @@ class HybridEPBuffer:
                 "topk_idx with topk_weights, or map with probs",
             )
             assert topk_weights is not None
-            # 3.3: at 94a9f8f the scatter does not accept -1
+            # at 94a9f8f the scatter does not accept -1
             require(bool((topk_idx >= 0).all()), "topk_idx: -1 is out of bounds for scatter", DeviceIndex)
             empty = torch.zeros(hidden.shape[0], num_experts)
             return empty.bool().scatter(1, topk_idx, True), empty.scatter(1, topk_idx, topk_weights)
@@ -208,24 +210,24 @@ class HybridEPBuffer:
         self, hidden: Tensor, map_TE: Tensor, limit: int | None, multiple: int, non_blocking: bool, fuse: bool
     ) -> tuple[Any, ...]:
         num_tokens = hidden.shape[0]
-        # 3.5: all ranks must pass the same number of tokens, else it hangs (#604)
+        # all ranks must pass the same number of tokens, else it hangs (#604)
         counts = together(
             self.group, ["dispatch_with_permute", multiple, limit, non_blocking, fuse], num_tokens
         )
         require(len(set(counts)) == 1, f"tokens per rank differ: {counts}", Hang)
-        # 3.5: (T % chunk) * ranks_per_node * 4 % 16 == 0, else it hangs (#561)
+        # (T % chunk) * ranks_per_node * 4 % 16 == 0, else it hangs (#561)
         require(num_tokens % CHUNK * self.size * 4 % 16 == 0, f"odd number of tokens {num_tokens}", Hang)
         if num_tokens > self.max_tokens:
-            self.max_tokens, self.grown = num_tokens, self.grown + 1  # 3.2: grows, slow and collective
+            self.max_tokens, self.grown = num_tokens, self.grown + 1  # grows, slow and collective
         self.calls += 1
         num_experts = map_TE.shape[1]
         routed = _Routed(
             self.calls, num_tokens, num_experts, limit or 0, multiple, fuse, non_blocking, map_TE.clone()
         )
         counts_L = garbage(self.num_local, dtype=torch.int32)
-        # 3.4: in blocking mode the overflow flag is never written
+        # in blocking mode the overflow flag is never written
         flag = garbage(1, dtype=torch.int32)
-        # 3.3: handle[7] raw counts, handle[8] tokens per rank, handle[-1] overflow flag
+        # handle[7] raw counts, handle[8] tokens per rank, handle[-1] overflow flag
         return (routed, None, None, None, None, None, None, counts_L, num_tokens, None, flag)
 
     def _scan(self, handle: tuple[Any, ...], limit: int | None) -> None:
@@ -242,10 +244,10 @@ class HybridEPBuffer:
         )
         routed.placement = p
         if routed.non_blocking:
-            handle[10].fill_(int(p.needed > routed.rows))  # 3.4: one bit, no size
+            handle[10].fill_(int(p.needed > routed.rows))  # one bit, no size
         else:
             routed.rows = p.needed if limit is None else limit
-            # 3.4: a too small P is not guarded in blocking mode
+            # a too small P is not guarded in blocking mode
             require(
                 p.needed <= routed.rows, f"{p.needed} rows written to a buffer of {routed.rows}", Corruption
             )
@@ -256,7 +258,7 @@ class HybridEPBuffer:
         return [[row for row in p.rows if begin <= row.slot < end] for begin, end in zip(p.begins, p.ends)]
 
     def _padded_counts(self, routed: _Routed) -> list[int]:
-        """3.3: tokens_per_expert is padded; 3.4: post-drop."""
+        """`tokens_per_expert` counts padding, and what is left after dropping."""
         p, limit = routed.placement, routed.rows
         assert p is not None
         return [min(end, limit) - min(begin, limit) for begin, end in zip(p.begins, p.ends)]
@@ -277,7 +279,7 @@ class HybridEPBuffer:
 
         sent = together(self.group, call, (x.get(), None if probs is None else probs.get()), check=check)
         assert routed.placement is not None
-        # 3.3: padding rows inside each zone are zeroed in every dispatch; rows after the last zone are not written
+        # padding rows inside each zone are zeroed in every dispatch; rows after the last zone are not written
         pads = [slot for slot in routed.placement.pads() if slot < routed.rows]
         out[pads] = 0
         fill(out, routed.kept(), [theirs[0] for theirs in sent])
@@ -319,7 +321,7 @@ class HybridEPBuffer:
             get = None if numbers is None else numbers.get
             call = ["combine", routed.index, numbers is not None]
             routes = send_back(self.group, call, routed.kept(), x.get, get, check=check)
-            sum_rows(out, routes)  # 3.3: bf16 rows summed in fp32, no weighting
+            sum_rows(out, routes)  # bf16 rows summed in fp32, no weighting
             if dense is not None:
                 # Dense gradients: a dropped route contributes nothing; nothing is said of entries without a route.
                 garbage_(dense)[routed.map_TE] = 0
@@ -335,7 +337,7 @@ class DeviceIndex(Corruption):
 
 
 class HybridEP:
-    """The module, branch hybrid-ep: it has `HybridEPBuffer` and no `ElasticBuffer` (2.1)."""
+    """The module, branch hybrid-ep: it has `HybridEPBuffer` and no `ElasticBuffer`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

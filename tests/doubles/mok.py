@@ -1,12 +1,13 @@
-"""A double of `mok.functional` (Mixture-of-Kittens), bf16. Sections are of the API reference (`ep_libraries.md`).
+"""A double of `mok.functional` (Mixture-of-Kittens), bf16.
 
     functional = MoK(ep_sizes=(1, 2))       # in place of the module; upstream takes 4, 8, 16, 32 and 64 ranks
     workspace = functional.get_workspace(functional.MoKConfig(), group, device=..., num_local_tokens=512, ...)
 
-What section 5.2 leaves open is taken from what upstream publishes, and marked: [readme] its README, [functional] the
-checks and the order of steps in `mok/functional.py`, [scheduler] its scheduling kernel, [tests] the plain computation
-of its own tests. A port says [port] what a score of zero does to the score's gradient. Where these leave room, the
-double takes what hurts most: memory that nobody wrote is NaN, and a context that backward has used is gone.
+What the documentation leaves open is taken from what upstream publishes, and marked: [readme] its README,
+[functional] the checks and the order of steps in `mok/functional.py`, [scheduler] its scheduling kernel, [tests] the
+plain computation of its own tests. A port says [port] what a score of zero does to the score's gradient.
+Where these leave room, the double takes what hurts most: memory that nobody wrote is NaN, and a context that backward
+has used is gone.
 
 Legend: T tokens, K routes per token, H features, I expert width, E experts, R ranks, L = E / R local experts,
 S rows of the local experts, padding included.
@@ -121,7 +122,7 @@ class MoK:
         hidden_size: int,
         topk: int,
     ) -> MoKWorkspace:
-        """5.2. Collective where there is none yet; one of the same sizes is given out again [readme]."""
+        """Collective where there is none yet; one of the same sizes is given out again [readme]."""
         self.log.append("get_workspace")
         require(isinstance(group, dist.ProcessGroup), "group: a process group")  # [functional]
         size = dist.get_world_size(group)
@@ -129,22 +130,28 @@ class MoK:
         require(
             math.isfinite(multiplier) and multiplier > 0, "schedule_capacity_multiplier > 0"
         )  # [functional]
-        require(size in self.ep_sizes, f"EP size {size}, one of {self.ep_sizes}")  # 5.2
-        require(num_local_tokens >= 512, f"num_local_tokens={num_local_tokens}, at least 512")  # 5.2
-        require(num_local_tokens % 256 == 0, f"num_local_tokens={num_local_tokens} % 256")  # 5.2
-        require(hidden_size > 0 and hidden_size % 256 == 0, f"hidden_size={hidden_size} % 256")  # 5.2
+        require(size in self.ep_sizes, f"EP size {size}, one of {self.ep_sizes}")
+        require(num_local_tokens >= 512, f"num_local_tokens={num_local_tokens}, at least 512")
+        require(num_local_tokens % 256 == 0, f"num_local_tokens={num_local_tokens} % 256")
+        require(hidden_size > 0 and hidden_size % 256 == 0, f"hidden_size={hidden_size} % 256")
         require(0 < topk <= 255, f"topk={topk}, 1 to 255")  # [functional]
         epilogue = 2 * ((topk + 1) * 2048 + topk * 4) + 1024
         require(epilogue <= SHARED_MEMORY, f"topk={topk}: shared memory of the epilogue")  # [functional]
-        factor = max(2, math.ceil(size * multiplier))  # 5.2
+        factor = max(2, math.ceil(size * multiplier))
         key = (group.group_name, device, num_local_tokens, hidden_size, topk, factor)
         if key not in self._cache:
-            # 5.2: T identical on all ranks. One read by the host, here only [functional].
+            # T identical on all ranks. One read by the host, here only [functional].
             shapes = together(group, ["get_workspace", factor], (num_local_tokens, hidden_size, topk))
             require(all(shape == shapes[0] for shape in shapes), f"shapes differ between ranks: {shapes}")
             self._cache[key] = MoKWorkspace(
-                *(group, dist.get_rank(group), size, device, num_local_tokens, hidden_size, topk),
-                schedule_capacity=num_local_tokens * topk * factor,  # 5.2
+                group,
+                dist.get_rank(group),
+                size,
+                device,
+                num_local_tokens,
+                hidden_size,
+                topk,
+                schedule_capacity=num_local_tokens * topk * factor,
             )
         return self._cache[key]
 
@@ -170,9 +177,9 @@ class MoK:
         self._check_config(config, workspace)
         T, K = workspace.num_local_tokens, workspace.topk
         require(not workspace.cleared, "the workspace is gone", TeardownOrder)
-        require(top_experts.dtype == torch.int64, f"top_experts: int64, not {top_experts.dtype}")  # 5.2
+        require(top_experts.dtype == torch.int64, f"top_experts: int64, not {top_experts.dtype}")
         require(top_experts.is_contiguous(), "top_experts: contiguous")  # [functional]
-        require(tuple(top_experts.shape) == (T, K), f"top_experts: {T} x {K}")  # 5.2
+        require(tuple(top_experts.shape) == (T, K), f"top_experts: {T} x {K}")
         require(num_local_experts > 0, "num_local_experts > 0")  # [functional]
         heard = together(workspace.group, ["build_schedule", num_local_experts], top_experts.to(torch.int32))
 
@@ -191,7 +198,7 @@ class MoK:
             padded.append(-(-len(peers) // PADDING) * PADDING)  # an expert without rows has none [scheduler]
 
         def check() -> None:
-            # 5.2: the device traps. [scheduler]: when the padded rows are more than the schedule holds.
+            # the device traps. [scheduler]: when the padded rows are more than the schedule holds.
             require(
                 sum(padded) <= capacity, f"{sum(padded)} rows needed, the schedule holds {capacity}", Trap
             )
@@ -209,14 +216,12 @@ class MoK:
         require(isinstance(config, MoKConfig), "config: a MoKConfig")
         for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
             value = getattr(config, name)
-            require(
-                0 < value < NUM_SMS and value % 2 == 0, f"{name}={value}: even, and SMs must be left"
-            )  # 5.2
+            require(0 < value < NUM_SMS and value % 2 == 0, f"{name}={value}: even, and SMs must be left")
         mini, macro = config.minibatch_size, config.macrobatch_size
-        require(mini > 0 and mini % 256 == 0, f"minibatch_size={mini} % 256")  # 5.2
-        require(macro > 0 and macro % mini == 0, f"macrobatch_size={macro} % {mini}")  # 5.2
+        require(mini > 0 and mini % 256 == 0, f"minibatch_size={mini} % 256")
+        require(macro > 0 and macro % mini == 0, f"macrobatch_size={macro} % {mini}")
         chunk = config.all_gather_top_experts_chunk_bytes
-        require(chunk > 0 and chunk % 16 == 0, f"chunk bytes {chunk} % 16")  # 5.2
+        require(chunk > 0 and chunk % 16 == 0, f"chunk bytes {chunk} % 16")
         route_bytes = workspace.num_local_tokens * workspace.topk * 4
         require(
             route_bytes % chunk == 0, f"{route_bytes} bytes of routes in chunks of {chunk}"
@@ -294,7 +299,7 @@ class MoK:
         routed_down: Tensor,
         swiglu_limit: float | None = None,
     ) -> tuple[Tensor, ...]:
-        """5.2. Gradients of x, scores (fp32), the three routed and the three shared weights, in this order."""
+        """Gradients of x, scores (fp32), the three routed and the three shared weights, in this order."""
         self.log.append("backward")
         assert swiglu_limit is None, "not in this double"
         require(isinstance(ctx, MoKForwardContext), "forward_context: a MoKForwardContext")  # [functional]
@@ -369,7 +374,7 @@ class MoK:
         T, H, K = workspace.num_local_tokens, workspace.hidden_size, workspace.topk
         for name, tensor in tensors.items():
             dtype, shape = (torch.bfloat16, (T, H)) if name != "router_weights" else (torch.float32, (T, K))
-            require(tensor.dtype == dtype, f"{name}: {dtype}, not {tensor.dtype}")  # 5.2
+            require(tensor.dtype == dtype, f"{name}: {dtype}, not {tensor.dtype}")
             require(tensor.is_contiguous(), f"{name}: contiguous")
             require(tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} where {shape} is wanted")
         require(len(schedule.peer_rank) == workspace.schedule_capacity, "capacity of the schedule")
@@ -382,7 +387,7 @@ class MoK:
         up: tuple[Tensor, Tensor],
         down: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """5.2: gate and up `[L, I, H]`, down `[L, H, I]`; the shared expert as wide as the routed ones; I % 256."""
+        """Gate and up `[L, I, H]`, down `[L, H, I]`; the shared expert as wide as the routed ones; I % 256."""
         H, width, local = workspace.hidden_size, gate[1].shape[1], len(schedule.tokens_per_expert)
         require(width % 256 == 0, f"expert width {width} % 256")
         given = {"gate": gate, "up": up} | ({"down": down} if down else {})
@@ -419,14 +424,24 @@ class MoK:
         gate_shared = _round(x.float() @ gate[0].float().t())
         up_shared = _round(x.float() @ up[0].float().t())
         found = _Rows(
-            *(rows, gate_rows, up_rows, _swiglu(gate_rows, up_rows)),
-            *(gate_shared, up_shared, _swiglu(gate_shared, up_shared)),
+            rows,
+            gate_rows,
+            up_rows,
+            _swiglu(gate_rows, up_rows),
+            gate_shared,
+            up_shared,
+            _swiglu(gate_shared, up_shared),
         )
         kept = [
             tensor.to(torch.bfloat16)
             for tensor in (
-                *(found.x, found.gate_shared, found.gate, found.up_shared, found.up),
-                *(found.hidden_shared, found.hidden),
+                found.x,
+                found.gate_shared,
+                found.gate,
+                found.up_shared,
+                found.up,
+                found.hidden_shared,
+                found.hidden,
             )
         ]
         return MoKForwardContext(*kept), found

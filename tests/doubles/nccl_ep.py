@@ -1,4 +1,6 @@
-"""A double of `nccl.ep`: high-throughput mode, expert-major layout. Sections are of the API reference.
+"""A double of `nccl.ep`: high-throughput mode, expert-major layout.
+
+It holds callers to what the library's documentation and source say.
 
     ep = NcclEP()                                   # in place of the module; ep.log records births and deaths
     comm = ep.interop.torch.get_nccl_comm_from_group(group)
@@ -50,7 +52,7 @@ from tests.doubles.rules import (
     together,
 )
 
-ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # 1.4: inputs tokens
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # inputs tokens
 
 
 def _input(tensor: Tensor | None, name: str) -> Pointer:
@@ -69,7 +71,7 @@ def _output(tensor: Tensor | None, name: str) -> Pointer:
 
 
 class Comm:
-    """1.2: a new communicator per call, made by a collective over the process group."""
+    """A new communicator per call, made by a collective over the process group."""
 
     def __init__(self, library: NcclEP, group: dist.ProcessGroup) -> None:
         self.library, self.group, self.groups, self.alive = library, group, 0, True
@@ -90,7 +92,7 @@ class Comm:
 
 
 class Group:
-    """1.3/1.5: one configuration, equal on all ranks, with its limits."""
+    """One configuration, equal on all ranks, with its limits."""
 
     def __init__(self, comm: Comm, config: GroupConfig) -> None:
         self.comm, self.config, self.handles, self.alive = comm, config, 0, True
@@ -106,24 +108,22 @@ class Group:
         require(comm.alive, "the communicator was destroyed", UseAfterFree)
         c = config
         require(c.algorithm == Algorithm.HIGH_THROUGHPUT, "double: only high-throughput mode is modelled")
-        require(c.num_experts > 0 and c.num_experts % comm.size == 0, "num_experts % ranks")  # 1.5
+        require(c.num_experts > 0 and c.num_experts % comm.size == 0, "num_experts % ranks")
         num_local, most = c.num_experts // comm.size, c.max_dispatch_tokens_per_rank
-        require(
-            num_local * comm.size % 4 == 0, "local experts x lsa_team_size must be a multiple of 4"
-        )  # 1.5
-        require(num_local <= 256, "the default expert-major permute kernel: at most 256 local experts")  # 1.5
-        require(c.max_token_bytes > 0 and c.max_token_bytes % 16 == 0, "max_token_bytes % 16")  # 1.5
-        require(c.max_token_bytes <= 4 * 16384, "hidden is at most 16384")  # 1.5
-        require(0 < most <= 8192, "at most 8192 tokens per rank")  # 1.5
-        require(most % 64 == 0, "older libraries need maxT % 64 == 0")  # 1.5
-        # 1.6: a hang with more than 16 communication SMs.
+        require(num_local * comm.size % 4 == 0, "local experts x lsa_team_size must be a multiple of 4")
+        require(num_local <= 256, "the default expert-major permute kernel: at most 256 local experts")
+        require(c.max_token_bytes > 0 and c.max_token_bytes % 16 == 0, "max_token_bytes % 16")
+        require(c.max_token_bytes <= 4 * 16384, "hidden is at most 16384")
+        require(0 < most <= 8192, "at most 8192 tokens per rank")
+        require(most % 64 == 0, "older libraries need maxT % 64 == 0")
+        # a hang with more than 16 communication SMs.
         require(c.max_num_sms <= 16, "more than 16 communication SMs", Hang)
         if c.max_recv_tokens_per_rank == 0:
             require(c.num_topk > 0, "eager expert-major: num_topk is mandatory")  # 1.4 eager
             require(c.overflow_policy != OverflowPolicy.DROP, "eager has no DROP")  # 1.4 eager
         else:
             require(c.max_recv_tokens_per_rank >= most, "static: P >= max tokens per rank")  # 1.4 static
-        # 1.4: "same on all ranks"
+        # "same on all ranks"
         together(comm.group, ["Group.create", repr(c)])
         comm.library.born("group")
         return Group(comm, config)
@@ -137,11 +137,11 @@ class Group:
         config: HandleConfig | None = None,
         stream: Any,
     ) -> Handle:
-        """1.4: allocates (control path), then the first update; collective."""
+        """Allocates (control path), then the first update; collective."""
         require(self.alive, "the group was destroyed", UseAfterFree)
         require(layout == Layout.EXPERT_MAJOR, "double: only EXPERT_MAJOR is modelled")
         alignment = (config or HandleConfig()).dispatch_output_per_expert_alignment or 1
-        require(alignment & (alignment - 1) == 0, "alignment: a power of two")  # 1.5
+        require(alignment & (alignment - 1) == 0, "alignment: a power of two")
         handle = Handle(self, top_k=topk_idx.shape[-1], alignment=alignment)
         handle._set_routing("create_handle", topk_idx, layout_info, stream)
         return handle
@@ -149,14 +149,14 @@ class Group:
     def destroy(self) -> None:
         require(self.alive, "group destroyed twice", TeardownOrder)
         require(self.comm.alive, "communicator destroyed before its EP group", TeardownOrder)
-        require(self.handles == 0, f"group destroyed with {self.handles} live handles", TeardownOrder)  # 1.4
+        require(self.handles == 0, f"group destroyed with {self.handles} live handles", TeardownOrder)
         self.alive = False
         self.comm.groups -= 1
         self.comm.library.died("group")
 
 
 class Handle:
-    """1.4: one routing. `update` gives it another in the same buffers."""
+    """One routing. `update` gives it another in the same buffers."""
 
     def __init__(self, group: Group, *, top_k: int, alignment: int) -> None:
         self.group, self.top_k, self.alignment, self.alive = group, top_k, alignment, True
@@ -170,14 +170,14 @@ class Handle:
 
     def _usable(self, stream: Any) -> Stream:
         require(self.alive and self.group.alive and self.group.comm.alive, "handle: destroyed", UseAfterFree)
-        require(isinstance(stream, Stream), f"stream={stream!r}: a stream is mandatory")  # 1.3
+        require(isinstance(stream, Stream), f"stream={stream!r}: a stream is mandatory")
         # 1.4 streams: calls share the group's staging buffers, so one group is used on one stream
         self.group.stream = self.group.stream or stream
         require(self.group.stream is stream, "calls of one group on two streams", Corruption)
         return stream
 
     def _ids_alive(self) -> None:
-        # 1.3: "keep topk_idx alive as long as the handle"
+        # "keep topk_idx alive as long as the handle"
         if self.routing is not None:
             self.routing.check()
 
@@ -189,9 +189,9 @@ class Handle:
     def _set_routing(self, call: str, topk_idx: Tensor, info: LayoutInfo | None, stream: Any) -> None:
         queue, group = self._usable(stream), self.group
         ids = _input(topk_idx, "topk_idx")
-        require(ids.dtype in (torch.int32, torch.int64), "topk_idx: int32 or int64")  # 1.4
+        require(ids.dtype in (torch.int32, torch.int64), "topk_idx: int32 or int64")
         require(len(ids.shape) == 2 and ids.shape[1] == self.top_k, "topk_idx: [T, K], K fixed per handle")
-        require(ids.shape[0] <= group.config.max_dispatch_tokens_per_rank, "T <= max tokens per rank")  # 1.4
+        require(ids.shape[0] <= group.config.max_dispatch_tokens_per_rank, "T <= max tokens per rank")
         if group.config.num_topk:
             require(self.top_k <= group.config.num_topk, "K <= num_topk")
         outputs = self._layout_outputs(info)
@@ -222,7 +222,7 @@ class Handle:
 
     def _place(self, ids_of_rank: list[torch.Tensor]) -> None:
         comm, limit = self.group.comm, self.group.limit
-        # 1.4: order inside an expert is source rank, then token.
+        # order inside an expert is source rank, then token.
         self.placement = place(
             ids_of_rank, rank=comm.rank, num_local=self.group.num_local, alignment=self.alignment
         )
@@ -235,7 +235,7 @@ class Handle:
         p, limit = self.placement, self.group.limit
         most = limit if limit and self.group.drops else p.needed
         values = {
-            # 1.4: padded counts, clamped under DROP; offsets are exclusive starts
+            # padded counts, clamped under DROP; offsets are exclusive starts
             "expert_counters": [min(e, most) - min(b, most) for b, e in zip(p.begins, p.ends)],
             "expert_offsets": [min(b, most) for b in p.begins],
             "recv_total_counter": [p.needed],  # always the pre-drop requirement
@@ -275,7 +275,7 @@ class Handle:
         require(layout_info is None, "dispatch: layout_info was given at create or update")  # 1.4 rule
         require(config.send_only == 0, "send_only is for low latency")  # 1.4 streams
         require(config.quantization_recipe == 0, "double: quantized transport is not modelled")
-        require(outputs.topk_idx is None, "EXPERT_MAJOR has no topk_idx output")  # 1.4
+        require(outputs.topk_idx is None, "EXPERT_MAJOR has no topk_idx output")
         if not self.group.limit:
             queue.synchronize()  # 1.4 eager: dispatch also syncs internally
         x, out = _input(inputs.tokens, "dispatch tokens"), _output(outputs.tokens, "dispatch outputs.tokens")
@@ -283,7 +283,7 @@ class Handle:
         require(out.dtype == x.dtype and out.shape[1:] == x.shape[1:], "outputs.tokens: like the inputs")
         weights = row_weights = None
         if config.pass_direction == PassDir.FWD:
-            weights = _input(inputs.topk_weights, "dispatch topk_weights")  # 1.4: mandatory in FWD
+            weights = _input(inputs.topk_weights, "dispatch topk_weights")  # mandatory in FWD
             require(weights.dtype == torch.float32, "topk_weights: fp32")
             require(tuple(weights.shape) == (self.num_tokens, self.top_k), "topk_weights: [T, K]")
             row_weights = _output(outputs.topk_weights, "dispatch outputs.topk_weights")
@@ -320,7 +320,7 @@ class Handle:
             target = pointer.get()
             if self.group.limit and self.group.drops:
                 target[:limit] = 0  # 1.4 DROP: the first P output rows are memset each dispatch
-            # 1.4: rows between a zone's true count and its aligned end are zero, tokens and weights, FWD and BWD
+            # rows between a zone's true count and its aligned end are zero, tokens and weights, FWD and BWD
             target[[slot for slot in self.placement.pads() if slot < limit]] = 0
             kept = [row for row in self._rows() if (row.source, row.token) not in self.flat_lost]
             fill(target, kept, [theirs[which] for theirs in sent], by_route=which == 1)
@@ -338,12 +338,12 @@ class Handle:
         require(config.quantization_recipe == 0, "double: quantized transport is not modelled")
         x, out = _input(inputs.tokens, "combine tokens"), _output(outputs.tokens, "combine outputs.tokens")
         self._check_size(x, "combine tokens")
-        require(x.dtype in ROW_DTYPES and out.dtype == x.dtype, "combine: bf16, fp16 or fp32")  # 1.4
-        # 1.4: outputs.tokens [T,H] with exactly the handle's T rows
+        require(x.dtype in ROW_DTYPES and out.dtype == x.dtype, "combine: bf16, fp16 or fp32")
+        # outputs.tokens [T,H] with exactly the handle's T rows
         self._check_rows(out, self.num_tokens, "combine outputs.tokens")
         row_weights = weights = None
         if config.pass_direction == PassDir.FWD:
-            # 1.4: rejected in FWD; rows come already multiplied
+            # rejected in FWD; rows come already multiplied
             require(inputs.topk_weights is None, "FWD combine rejects inputs.topk_weights")
             require(outputs.topk_weights is None, "FWD combine has no weights out")
         else:
@@ -368,7 +368,7 @@ class Handle:
 
         numbers = None if row_weights is None else row_weights.get
         routes = send_back(self.group.comm.group, call, self._rows(), x.get, numbers, check=check)
-        sum_rows(out.get(), routes)  # 1.4: HT never multiplies; all routes dropped: zero
+        sum_rows(out.get(), routes)  # HT never multiplies; all routes dropped: zero
         if weights is not None:
             assert self.routing is not None
             target = weights.get()
@@ -381,11 +381,11 @@ class Handle:
         require(pointer.dtype in ROW_DTYPES, f"{name}: bf16, fp16 or fp32")
         require(len(pointer.shape) == 2 and pointer.shape[0] == num_rows, f"{name}: exactly {num_rows} rows")
         row_bytes = pointer.shape[1] * pointer.dtype.itemsize
-        require(row_bytes % 16 == 0, "H x itemsize % 16")  # 1.5
+        require(row_bytes % 16 == 0, "H x itemsize % 16")
         require(row_bytes <= self.group.config.max_token_bytes, "row larger than max_token_bytes")
 
     def complete(self, *, config: int = 0, stream: Any) -> None:
-        """1.3: no-op for HT."""
+        """No-op for HT."""
         self._usable(stream)
 
     def destroy(self) -> None:
@@ -398,19 +398,25 @@ class Handle:
 
 
 PUBLIC = (
-    *(
-        "Algorithm",
-        "Layout",
-        "PassDir",
-        "OverflowPolicy",
-        "ZeroCopyMode",
-        "ExpertIdKind",
-        "Tensor",
-        "LayoutInfo",
-    ),
-    *("GroupConfig", "HandleConfig", "AllocConfig", "DispatchConfig", "CombineConfig"),
-    *("DispatchInputs", "DispatchOutputs", "CombineInputs", "CombineOutputs"),
-    *("DispatchQuantizationRecipe", "CombineQuantizationRecipe"),
+    "Algorithm",
+    "Layout",
+    "PassDir",
+    "OverflowPolicy",
+    "ZeroCopyMode",
+    "ExpertIdKind",
+    "Tensor",
+    "LayoutInfo",
+    "GroupConfig",
+    "HandleConfig",
+    "AllocConfig",
+    "DispatchConfig",
+    "CombineConfig",
+    "DispatchInputs",
+    "DispatchOutputs",
+    "CombineInputs",
+    "CombineOutputs",
+    "DispatchQuantizationRecipe",
+    "CombineQuantizationRecipe",
 )
 
 

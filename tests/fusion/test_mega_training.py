@@ -13,8 +13,12 @@ from sidestream.lightning.checkpoint import checkpoints
 from tests.train.fit import assert_same_run, fit, losses, tensors
 
 STATEFUL = [
-    *("balance=bias", "balance.update_rate=0.01", "router.jitter=0.05", "model.dropout=0.1"),
-    *("trainer.gradient_clip_val=0.5", "callbacks.checkpoint.keep_last=9"),
+    "balance=bias",
+    "balance.update_rate=0.01",
+    "router.jitter=0.05",
+    "model.dropout=0.1",
+    "trainer.gradient_clip_val=0.5",
+    "callbacks.checkpoint.keep_last=9",
 ]
 
 
@@ -51,6 +55,7 @@ def assert_close_run(a: Path, b: Path, *, tolerance: float = 2e-5) -> None:
         "-".join(part.split(".")[-1] for part in value) if isinstance(value, list) else str(value)
     ),
 )
+@pytest.mark.sample(1)
 def test_a_run_is_that_of_grouped_experts(options: list[str], world: int, tmp_path: Path) -> None:
     mega, grouped = tmp_path / "mega", tmp_path / "grouped"
     given = [*STATEFUL, *options, "callbacks.checkpoint.every_n_steps=6"]
@@ -62,6 +67,7 @@ def test_a_run_is_that_of_grouped_experts(options: list[str], world: int, tmp_pa
     assert result["transport"] == (None if alone else "shared_memory")
 
 
+@pytest.mark.full
 def test_a_checkpoint_moves_between_mega_and_grouped(tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     given = [*STATEFUL, "callbacks.checkpoint.every_n_steps=3"]
@@ -75,6 +81,7 @@ def test_a_checkpoint_moves_between_mega_and_grouped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.full), "shortcut"])
+@pytest.mark.full
 def test_a_taped_run_is_the_eager_one(overlap: str, tmp_path: Path) -> None:
     eager, taped = tmp_path / "eager", tmp_path / "taped"
     given = ["fusion=mega", f"overlap={overlap}", *STATEFUL, "callbacks.checkpoint.every_n_steps=6"]
@@ -86,6 +93,7 @@ def test_a_taped_run_is_the_eager_one(overlap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("graph", [pytest.param("none", marks=pytest.mark.full), "step"])
+@pytest.mark.full
 def test_a_budget_that_grew_gives_the_run_of_one_that_was_large_enough(graph: str, tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     given = ["fusion=mega", f"graph={graph}", *STATEFUL, "callbacks.checkpoint.every_n_steps=6"]
@@ -103,8 +111,11 @@ def test_error_names_the_keys_of_fusion(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"fusion.on_overflow=error: .* set fusion.capacity_factor="):
         fit(
             tmp_path,
-            *("fusion=mega", "fusion.capacity_factor=0.3", "fusion.on_overflow=error"),
-            *("data.seq_length=64", "router.top_k=2"),
+            "fusion=mega",
+            "fusion.capacity_factor=0.3",
+            "fusion.on_overflow=error",
+            "data.seq_length=64",
+            "router.top_k=2",
         )
 
 

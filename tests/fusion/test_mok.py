@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from sidestream.config import mok_limits as limits
 from sidestream.config.errors import ConfigError
-from sidestream.config.mok_limits import Sizes, Tuning, first_violation, most_rows, schedule_factor
+from sidestream.config.mok_limits import MoKSizes, Tuning, first_violation, most_rows, schedule_factor
 from sidestream.dispatch.base import DispatchSpec
 from sidestream.fusion.mega import mok
 from sidestream.fusion.mega.mok import MoKLibrary
@@ -207,6 +207,7 @@ def run(rank: int, world: int, setup: Setup, *, steps: int = 2, group: Any = "wo
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.sample(1)
 def test_parity(world, recompute):
     for log in ranks(world).run(run, setup=Setup(recompute=recompute)):
         calls = ["build_schedule", "forward", *["recompute_forward_context"] * recompute, "backward"]
@@ -307,7 +308,7 @@ def test_the_adapter_reads_no_value():
 
 # What it refuses.
 
-GOOD = Sizes(
+GOOD = MoKSizes(
     ranks=8,
     tokens=8192,
     sequence=4096,

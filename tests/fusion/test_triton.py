@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestream.dispatch.base import DispatchSpec
-from sidestream.fusion.mega.memory import PeerLost
 from sidestream.fusion.mega.symmetric import DeviceMemory
 from sidestream.fusion.mega.triton_library import TritonLibrary
+from sidestream.fusion.mega.window_memory import PeerLost
 from tests.fusion.triton_layer import Case, Run, close_pools, interpreted, reference
 
 pytestmark = [

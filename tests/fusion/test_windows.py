@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Routing
 from sidestream.exchange.link import NativeLink
-from sidestream.fusion.mega import memory, windows
+from sidestream.fusion.mega import window_memory, windows
 from sidestream.fusion.mega.fused import MegaExperts
 from sidestream.fusion.mega.window_layout import most_rows
 from sidestream.fusion.mega.windows import WindowsLibrary
@@ -122,7 +122,7 @@ def test_segments_of_several_tiles_and_padding() -> None:
 
 def poison_and_delay(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
     """Whatever may be written again is NaN; every flag comes late."""
-    begin, take_slot, signal = WindowsLibrary.begin, WindowsLibrary.take_slot, memory.Windows.signal
+    begin, take_slot, signal = WindowsLibrary.begin, WindowsLibrary.take_slot, window_memory.Windows.signal
 
     def poisoned_begin(lib: WindowsLibrary) -> int:
         step = begin(lib)
@@ -137,14 +137,14 @@ def poison_and_delay(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
         lib.floats[(at + lib.areas.weights) // 4 : (at + lib.areas.slot_size) // 4] = float("nan")
         return slot
 
-    def late(self: memory.Windows, flag: int, value: int) -> None:
+    def late(self: window_memory.Windows, flag: int, value: int) -> None:
         if draw.random() < 0.3:
             time.sleep(draw.random() * 2e-3)
         signal(self, flag, value)
 
     patch.setattr(WindowsLibrary, "begin", poisoned_begin)
     patch.setattr(WindowsLibrary, "take_slot", poisoned_slot)
-    patch.setattr(memory.Windows, "signal", late)
+    patch.setattr(window_memory.Windows, "signal", late)
 
 
 def in_flight(rank: int, world: int, *, repetitions: int) -> None:
@@ -259,7 +259,9 @@ def fails(rank: int, world: int) -> None:
             with pytest.raises(ZeroDivisionError):
                 once(mega, given, rank)
         else:
-            with pytest.raises(memory.PeerLost, match="rank 1 of the expert-parallel group has failed"):
+            with pytest.raises(
+                window_memory.PeerLost, match="rank 1 of the expert-parallel group has failed"
+            ):
                 once(mega, given, rank)
 
 
@@ -268,9 +270,9 @@ def test_a_rank_that_raises_ends_the_others_with_a_message() -> None:
 
 
 def never_comes(rank: int, world: int) -> None:
-    shared = memory.Windows(dist.group.WORLD, size=memory.PAGE, num_flags=2, timeout_s=0.4)
+    shared = window_memory.Windows(dist.group.WORLD, size=window_memory.PAGE, num_flags=2, timeout_s=0.4)
     if rank == 0:
-        with pytest.raises(memory.PeerLost, match=r"rank 1 .* did not answer within 0 s"):
+        with pytest.raises(window_memory.PeerLost, match=r"rank 1 .* did not answer within 0 s"):
             shared.wait(1, 0, 1)
     dist.barrier()
     shared.close()
@@ -282,11 +284,11 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
 
 def on_hosts(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "host", lambda: f"node{rank} boot")
+        patch.setattr(window_memory, "host", lambda: f"node{rank} boot")
         with pytest.raises(
             ValueError, match=r"several hosts .node0, node1. .*; set fusion=grouped dispatcher=alltoall"
         ):
-            memory.Windows(dist.group.WORLD, size=memory.PAGE, num_flags=2, timeout_s=5)
+            window_memory.Windows(dist.group.WORLD, size=window_memory.PAGE, num_flags=2, timeout_s=5)
 
 
 def test_ranks_of_several_hosts_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Host reads (case e1) and the number of operators of an MoE layer (case j1)."""
+"""Host reads, and the number of operators, of an MoE layer."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_no_graph_runs_bare() -> None:
     assert graph.counts() is None
 
 
-# ---- The core (case e1)
+# ---- The core reads nothing from the device
 
 
 def attempt_reads(rank: int, world: int, setup: Setup) -> list[HostRead]:
@@ -280,7 +280,7 @@ def test_global_auxiliary_loss_adds_no_read() -> None:
         assert len(reads) == NUM_MOE_LAYERS
 
 
-# ---- The number of operators (case j1)
+# ---- The number of operators
 
 
 class CountOps(TorchDispatchMode):

@@ -14,8 +14,13 @@ from tests.train.fit import assert_same_run, fit, losses, tensors
 
 # All that lives between steps: bias, jitter and dropout draws, clipping, a validation in the middle.
 STATEFUL = [
-    *("balance=bias", "balance.update_rate=0.01", "router.jitter=0.05", "model.dropout=0.1"),
-    *("trainer.gradient_clip_val=0.5", "trainer.val_check_interval=4", "callbacks.checkpoint.keep_last=9"),
+    "balance=bias",
+    "balance.update_rate=0.01",
+    "router.jitter=0.05",
+    "model.dropout=0.1",
+    "trainer.gradient_clip_val=0.5",
+    "trainer.val_check_interval=4",
+    "callbacks.checkpoint.keep_last=9",
 ]
 SCHEDULES = {
     "none": [],
@@ -57,6 +62,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("dispatcher", "schedule", "accumulation", "world"), MATRIX, ids=str)
+@pytest.mark.sample(1)
 def test_a_taped_run_is_the_eager_one(
     dispatcher: str, schedule: str, accumulation: int, world: int, tmp_path: Path
 ) -> None:
@@ -80,26 +86,20 @@ LONG = {
     "chunked_accumulated": ["dispatcher=hybrid_ep", "overlap=chunked", "data.micro_batch_size=2"],
     "to_all_shared": ["dispatcher=allgather", "overlap=shared_expert"],
     "late_bf16": [
-        *(
-            "dispatcher=nccl_ep",
-            "overlap=two_batch",
-            "overlap.delay_wgrad=true",
-            "trainer.precision=bf16-mixed",
-        ),
+        "dispatcher=nccl_ep",
+        "overlap=two_batch",
+        "overlap.delay_wgrad=true",
+        "trainer.precision=bf16-mixed",
     ],
     "auxiliary_recomputed": [
-        *(
-            "dispatcher=alltoall",
-            "overlap=shortcut",
-            "overlap.tap=pos1",
-            "model.activation_checkpointing=true",
-        ),
-        *(
-            "balance=aux_loss",
-            "balance.scope=global",
-            "model.num_experts=8",
-            "strategy.expert_parallel_size=2",
-        ),
+        "dispatcher=alltoall",
+        "overlap=shortcut",
+        "overlap.tap=pos1",
+        "model.activation_checkpointing=true",
+        "balance=aux_loss",
+        "balance.scope=global",
+        "model.num_experts=8",
+        "strategy.expert_parallel_size=2",
     ],
 }
 
@@ -125,11 +125,15 @@ def test_thirty_steps_with_a_resume_in_the_middle(name: str, tmp_path: Path) -> 
     assert_same_run(eager, resumed)
 
 
+@pytest.mark.full
 def test_the_optimizer_in_the_graph(tmp_path: Path) -> None:
     eager, taped, resumed = (tmp_path / each for each in ("eager", "taped", "resumed"))
     options = [
-        *("dispatcher=nccl_ep", "optimizer.fused=true", "scheduler=cosine"),
-        *("trainer.max_steps=12", "callbacks.checkpoint.every_n_steps=6"),
+        "dispatcher=nccl_ep",
+        "optimizer.fused=true",
+        "scheduler=cosine",
+        "trainer.max_steps=12",
+        "callbacks.checkpoint.every_n_steps=6",
     ]
     train(eager, *options)
     train(taped, "graph=step", "graph.include_optimizer=true", *options)

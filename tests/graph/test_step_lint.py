@@ -59,6 +59,7 @@ def test_a_planted_item_in_a_router_is_found_with_its_line(tmp_path: Path) -> No
     assert f"graph/planted.py:{LINE} item (forward, 2x): host read; no override: change this code" in text
 
 
+@pytest.mark.full
 def test_a_planted_item_stops_a_capture_with_the_same_words(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         fit(tmp_path, "dispatcher=nccl_ep", STATIC, "graph=step", *PLANTED)
@@ -88,7 +89,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_e1_what_cannot_be_captured_is_refused_before_any_process_starts(name: str) -> None:
+def test_what_cannot_be_captured_is_refused_before_any_process_starts(name: str) -> None:
     overrides, fix = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         compose_run(["dispatcher=nccl_ep", "graph=step", *overrides], world=2)

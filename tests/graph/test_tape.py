@@ -86,7 +86,7 @@ def test_forward_and_backward_with_accumulation_into_gradients() -> None:
 
 
 def test_random_numbers_are_drawn_afresh_and_repeat_with_the_seed() -> None:
-    """Case e5: dropout differs between replays, and equals the eager one from the same seed."""
+    """Dropout differs between replays, and equals the eager one from the same seed."""
     out = torch.zeros(3, 64)
 
     def fn() -> None:
@@ -240,7 +240,8 @@ def test_what_a_graph_cannot_repeat_is_refused_with_its_place(name: str) -> None
         Tape(fn, known)
     assert expected in str(caught.value)
     assert f"graph/test_tape.py:{fn.__code__.co_firstlineno}" in str(caught.value) or name in (
-        *("a size depends on values", "an exchange nobody waits for"),
+        "a size depends on values",
+        "an exchange nobody waits for",
     )
 
 

@@ -146,6 +146,7 @@ BOTH_BALANCES = [
 
 
 @pytest.mark.parametrize("router", BOTH_ROUTERS)
+@pytest.mark.full
 def test_every_router_can_be_captured(router: str) -> None:
     eager, taped = both(2, STATIC.with_(router=router), steps=4)
     for one, other in zip(eager, taped):
@@ -174,6 +175,7 @@ def test_every_balance_can_be_captured(balance: str) -> None:
     ],
     ids=["bf16_recompute", "padding", "double_gating", "late_weights"],
 )
+@pytest.mark.sample(2)
 def test_features_in_a_graph(changes: dict[str, Any]) -> None:
     eager, taped = both(2, STATIC.with_(**changes), steps=4)
     for one, other in zip(eager, taped):
@@ -220,6 +222,7 @@ def overflowing(rank: int, world: int, setup: Setup, *, taped: bool) -> dict[str
     "dispatcher",
     [pytest.param(d, marks=() if d in ("nccl_ep", "deep_ep") else pytest.mark.full) for d in DISPATCHERS],
 )
+@pytest.mark.sample(1)
 def test_an_overflow_of_a_replayed_step_grows_the_budget_and_captures_anew(dispatcher: str) -> None:
     # 256 rows a rank when balanced and 512 when one rank gets all; the budget is 384 (factor of 512 tokens).
     setup = STATIC.with_(dispatcher=dispatcher, global_batch=32)
@@ -231,7 +234,7 @@ def test_an_overflow_of_a_replayed_step_grows_the_budget_and_captures_anew(dispa
         assert_equal(one, other)
 
 
-# ---- Addresses, and traces of a capture (case e5)
+# ---- Addresses, and traces of a capture
 
 
 def pointers(rank: int, world: int) -> list[list[int]]:
@@ -250,7 +253,7 @@ def pointers(rank: int, world: int) -> list[list[int]]:
     return found
 
 
-def test_e5_addresses_of_inputs_parameters_and_gradients_never_change() -> None:
+def test_addresses_of_inputs_parameters_and_gradients_never_change() -> None:
     for found in ranks(2).run(pointers):
         assert all(each == found[0] for each in found)
 
@@ -341,7 +344,7 @@ def larger_batch_between(rank: int, world: int, *, taped: bool) -> dict[str, Any
     return run.close()
 
 
-def test_e5_a_larger_eager_batch_between_replays_changes_nothing() -> None:
+def test_a_larger_eager_batch_between_replays_changes_nothing() -> None:
     (eager,), (taped,) = (ranks(1).run(larger_batch_between, taped=taped) for taped in (False, True))
     assert_equal(eager, taped)
 

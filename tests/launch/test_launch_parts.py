@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hydra_plugins.sidestream_launcher.ranks_launcher import _job_return
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import (
     arguments,
     entry,
@@ -174,7 +174,7 @@ def test_every_resume_keeps_the_earlier_configs(tmp_path: Path):
     assert (tmp_path / ".hydra/resolved.1.yaml").read_text() == "second"
 
 
-def test_i7_only_one_of_two_runs_gets_a_folder(tmp_path: Path):
+def test_only_one_of_two_runs_gets_a_folder(tmp_path: Path):
     (tmp_path / "stdout.log").touch()  # a sweep's
     entry._claim(tmp_path)
     with pytest.raises(ConfigError, match="another run wrote in this folder"):
@@ -197,7 +197,7 @@ def test_folders_of_jobs_hold_no_special_characters():
     assert label == "top_k-2_betas--0.9-0.95-_root--a-b-c"
 
 
-def test_h3_the_cause_is_the_earliest_failure_that_follows_no_other():
+def test_the_cause_is_the_earliest_failure_that_follows_no_other():
     lost = Failure(0, 1.0, "RuntimeError: [gloo/transport] Connection reset by peer")
     late = Failure(1, 2.0, "ValueError: the cause")
     later = Failure(2, 3.0, "ValueError: another")
@@ -323,7 +323,7 @@ def test_signals_that_come_together_are_one_request(
         assert signals.received[0] == signal.SIGTERM
 
 
-def test_i1_a_failed_job_carries_an_exit_code_and_a_finished_one_its_loss(tmp_path: Path):
+def test_a_failed_job_carries_an_exit_code_and_a_finished_one_its_loss(tmp_path: Path):
     good = Job(0, tmp_path, ["a=1"], code=0, result={"metrics": {"val_loss": 1.5}})
     assert _job_return(good, OmegaConf.create(), 1).return_value == 1.5
     bad = _job_return(Job(1, tmp_path, ["a=2"], code=1), OmegaConf.create(), 1)

@@ -23,7 +23,7 @@ def only(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def test_h3_the_rank_that_raised_is_shown_and_not_the_one_that_lost_its_connection(train: Train, work: Path):
+def test_the_rank_that_raised_is_shown_and_not_the_one_that_lost_its_connection(train: Train, work: Path):
     done = train("name=raises")
     assert done.returncode == 1
     assert "rank 1 of 2 failed" in done.stderr
@@ -35,21 +35,21 @@ def test_h3_the_rank_that_raised_is_shown_and_not_the_one_that_lost_its_connecti
     assert "the wheel came off" in (folder / "rank1.log").read_text()
 
 
-def test_h3_a_killed_rank_is_named_before_the_error_it_causes_elsewhere(train: Train):
+def test_a_killed_rank_is_named_before_the_error_it_causes_elsewhere(train: Train):
     done = train("name=killed")
     assert done.returncode == 1
     assert "error: rank 1: killed by SIGKILL" in done.stderr
     assert "Connection closed" not in done.stderr
 
 
-def test_h3_a_rank_that_hangs_is_killed_and_leaves_its_stack_in_its_log(train: Train, work: Path):
+def test_a_rank_that_hangs_is_killed_and_leaves_its_stack_in_its_log(train: Train, work: Path):
     done = train("name=hangs")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: rank 0: ValueError: rank 0 has a bug"
     assert "in train" in only(work, "logs/hangs/runs/*/*/rank1.log").read_text()
 
 
-def test_i5_sigterm_reaches_every_rank_and_ends_with_143(environment: dict[str, str], work: Path):
+def test_sigterm_reaches_every_rank_and_ends_with_143(environment: dict[str, str], work: Path):
     command = [sys.executable, str(TRAIN), "name=waits", "hydra.run.dir=waiting"]
     process = subprocess.Popen(command, cwd=work, env=environment, start_new_session=True)
     try:
@@ -64,7 +64,8 @@ def test_i5_sigterm_reaches_every_rank_and_ends_with_143(environment: dict[str, 
     assert json.loads((work / "waiting" / "result.json").read_text())["status"] == "interrupted"
 
 
-def test_i7_a_used_folder_is_refused_and_resume_goes_on_in_it(train: Train, work: Path):
+@pytest.mark.full
+def test_a_used_folder_is_refused_and_resume_goes_on_in_it(train: Train, work: Path):
     name = "it's a=b, c"
     escaped = name.replace("'", "\\'")
     place = f"hydra.run.dir='{escaped}'"
@@ -90,7 +91,8 @@ def test_i7_a_used_folder_is_refused_and_resume_goes_on_in_it(train: Train, work
     assert "${" not in resolved
 
 
-def test_i1_a_sweep_gives_each_job_its_own_folder_and_goes_on_after_a_failure(train: Train, work: Path):
+@pytest.mark.full
+def test_a_sweep_gives_each_job_its_own_folder_and_goes_on_after_a_failure(train: Train, work: Path):
     done = train("-m", "name=one_seed_fails", "seed=1,2", "router.top_k=1,2")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -62,7 +62,7 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(phase, "read", read)
     monkeypatch.setattr(silence, "look_at", lambda pid: system.get(pid))
     monkeypatch.setattr(supervisor, "kill_group", kill)
-    ranks = [supervisor.Rank(number, fake) for number, fake in enumerate(fakes)]
+    ranks = [supervisor.RankProcess(number, fake) for number, fake in enumerate(fakes)]
     signals = processes.Signals()
 
     def run() -> str:
@@ -123,6 +123,18 @@ def test_the_others_have_a_limit_once_a_rank_has_ended(job: SimpleNamespace):
     assert (job.code, error.split(":")[0]) == (1, "rank 1")
 
 
+@pytest.mark.parametrize("seconds", [9.0, 99.0])
+def test_a_rank_that_was_asked_to_stop_is_why_the_others_lost_it(job: SimpleNamespace, seconds: float):
+    """It takes its time to leave, and closes its connections at the beginning of that."""
+    job.phases[1] = Phase(phase.LEAVING, None, "", 9, 1.0, TIMEOUT)
+    job.fakes[1].ends, job.fakes[1].code = CLOCK.now + seconds, 130
+    failures.record(job.folder, rank=0, error=RuntimeError("Connection closed by peer [127.0.0.1]:47318"))
+    job.fakes[0].ends, job.fakes[0].code = CLOCK.now, 1
+    job.run()
+    assert job.code == (130 if seconds < supervisor.SECONDS_TO_LEAVE else 1)
+    assert job.seconds < supervisor.SECONDS_TO_LEAVE + 5
+
+
 def test_a_rank_that_spins_while_it_leaves_has_a_limit_too(job: SimpleNamespace):
     job.phases[1] = Phase(phase.LEAVING, None, "", 9, 1.0, TIMEOUT)
     job.fakes[0].ends = CLOCK.now + 1
@@ -132,6 +144,7 @@ def test_a_rank_that_spins_while_it_leaves_has_a_limit_too(job: SimpleNamespace)
 
 
 @pytest.mark.parametrize("sign", ["cpu", "beats"])
+@pytest.mark.full
 def test_long_work_is_no_silence(job: SimpleNamespace, sign: str):
     """An hour of reading on one rank, while the other sleeps until it may read what was built."""
     job.phases[:] = [Phase(phase.READING, None, "", 1, 1.0, TIMEOUT)] * 2

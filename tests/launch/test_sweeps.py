@@ -20,8 +20,8 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import arguments, entry, pool, resume, sweeps
 from sidestream.launch.record import Launch
 from sidestream.tracking import sweep as tracking
@@ -155,10 +155,22 @@ def test_what_the_check_cannot_judge_is_started(sweep, monkeypatch: pytest.Monke
 def test_the_table_has_the_keys_that_differ_and_the_figures(sweep):
     done = sweep("seed=1,2", "model=tiny", "data.seq_length=64,128")
     assert list(done.rows[0]) == [
-        *("number", "state", "reason", "seconds", "folder"),
-        *("seed", "data.seq_length"),
-        *("val_loss", "train_loss", "tokens", "tokens_per_second", "step_ms", "peak_memory_bytes"),
-        *("transport", "link", "world_size"),
+        "number",
+        "state",
+        "reason",
+        "seconds",
+        "folder",
+        "seed",
+        "data.seq_length",
+        "val_loss",
+        "train_loss",
+        "tokens",
+        "tokens_per_second",
+        "step_ms",
+        "peak_memory_bytes",
+        "transport",
+        "link",
+        "world_size",
     ]
     assert column(done, "seed") == ["1", "1", "2", "2"]
     assert column(done, "val_loss") == ["2.0", "2.0", "3.0", "3.0"]
@@ -305,9 +317,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_line_of_a_sweep_that_runs_again(tmp_path: Path, script: None):
     folder = saved(tmp_path / "it's")
     place = f"hydra.sweep.dir={arguments.quoted(folder)}"
-    assert sweeps.rewrite([f"resume_sweep={folder}"]) == [*("-m", "seed=1,2", "model=tiny", place)]
+    assert sweeps.rewrite([f"resume_sweep={folder}"]) == ["-m", "seed=1,2", "model=tiny", place]
     assert sweeps.rewrite(["-m", f"resume_sweep={folder}", "seed=3", "hydra.sweep.dir=y"]) == [
-        *("-m", "model=tiny", "seed=3", place)
+        "-m",
+        "model=tiny",
+        "seed=3",
+        place,
     ]
     assert sweeps.again == sweeps.Again(folder, frozenset({"seed"}))
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.exchange import link, ops
-from sidestream.measure import calibrate, rounds
+from sidestream.measure import calibrate
 from sidestream.measure.shapes import LayerShape
 from sidestream.predict.calibration import cpu_row, line
+from sidestream.profiling import rounds
 from tests.clock import virtual_time
 from tests.predict.asking import CONF
 from tests.rank_pool import ranks
@@ -52,6 +53,7 @@ def measured(rank: int, world: int) -> dict[str, Any]:
         return calibrate.run_plain(plain, say=lambda _: None)[0]
 
 
+@pytest.mark.full
 def test_every_constant_is_measured_and_the_same_on_all_ranks() -> None:
     first, second = ranks(2).run(measured)
     assert first == second and first["ranks"] == 2

@@ -17,7 +17,7 @@ from tests.docs.pages import REPOSITORY, blocks, commands, script
 from tests.rank_pool import ranks
 
 CONF = REPOSITORY / "conf"
-PAGE = REPOSITORY / "docs" / "dispatch_benchmark.md"
+PAGES = [REPOSITORY / "docs" / name for name in ("dispatch_benchmark.md", "library_benchmark.md")]
 MODES = ("exact", "static", "overflow")
 ON_TORCH = {"allgather", "alltoall", "deep_ep", "hybrid_ep", "nccl_ep"}
 check_cluster = script("scripts/check_cluster.py")
@@ -152,10 +152,12 @@ def test_two_cpu_ranks_with_one_command(tmp_path: Path, capfd: pytest.CaptureFix
     assert "NOT run with their libraries: nccl_ep" in printed
 
 
-def test_the_commands_of_the_page_are_legal():
+def test_the_commands_of_the_pages_are_legal():
     """Those under torchrun too, which the other pages do not have for scripts."""
     seen = set()
-    for block in [*blocks(PAGE, "bash"), *blocks(PAGE, "text")]:
+    for block in [
+        block for page in PAGES for language in ("bash", "text") for block in blocks(page, language)
+    ]:
         for program, *rest in commands(block):
             if program == "torchrun":
                 assert rest.pop(0) == "--nproc-per-node" and rest.pop(0).isdigit()

@@ -41,7 +41,7 @@ IDS = [[[0, 1], [1, 2], [2, 3]], [[3, 2], [2, 3], [0, 3]]]
 MATRIX = [[2, 2], [1, 3]]
 ROW = 32 * 2
 bench_dispatch = script("scripts/bench_dispatch.py")
-render_readme = script("scripts/render_readme.py")
+render_readme = script("tools/render_readme.py")
 
 
 def tiny_job(**changes) -> Job:

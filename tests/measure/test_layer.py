@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from sidestream.commands import bench_layer
 from sidestream.measure import layer, peers
 from sidestream.measure.arms import compose_layer
 from sidestream.measure.layer import Job, run_job
-from sidestream.measure.memory import peak_growth
+from sidestream.measure.peak_memory import peak_growth
 from sidestream.measure.problem import make_tokens, make_weights, route
-from sidestream.measure.rounds import order_of_round
 from sidestream.measure.shapes import LayerShape, parse_case
+from sidestream.profiling.rounds import order_of_round
 from tests.rank_pool import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,7 @@ def test_rounding_to_bf16_turns_no_choice():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.full
 def test_two_ranks_without_peers(dtype):
     first, second = ranks(2).run(measure, dtype=dtype, frozen_rounds=2)
     (record,) = first
@@ -129,7 +131,7 @@ def test_static_arms():
 
 
 def test_routing_is_a_name_for_a_skew(capsys):
-    arguments = load_script().arguments
+    arguments = bench_layer.arguments
     assert arguments(["--routing", "zipf"]).skew == 1 and arguments(["--routing", "uniform"]).skew == 0
     for words, message in (
         (["--routing", "zipf", "--skew", "2"], "--routing: sets --skew"),
@@ -179,8 +181,7 @@ def test_a_missing_peer_ends_the_run_with_the_line_that_installs_it(monkeypatch,
         peers.load("torchtitan")
     with pytest.raises(ValueError, match=r"pip install -e '\.\[peers\]'"):
         peers.load("megatron_alltoall")
-    script = load_script()
-    assert script.main(["--shapes", "A", "--peers", "tutel", "--out", str(tmp_path / "x.json")]) == 1
+    assert bench_layer.main(["--shapes", "A", "--peers", "tutel", "--out", str(tmp_path / "x.json")]) == 1
     assert "peers=tutel: expected all, none" in capsys.readouterr().err
 
 
@@ -197,18 +198,12 @@ def test_peak_memory_sees_an_allocation():
     assert growth is None or 12 * 2**20 < growth < 40 * 2**20
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("bench_layer", ROOT / "scripts" / "bench_layer.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.shell
+@pytest.mark.full
 def test_the_script_starts_its_own_ranks(tmp_path, capfd):
     out = tmp_path / "bench.json"
     arguments = ["--shapes", "64,32,16,4,2@2", "--peers", "none", "--rounds", "2", "--warmup", "0"]
-    assert load_script().main([*arguments, "--out", str(out)]) == 0
+    assert bench_layer.main([*arguments, "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["status"] == "finished" and result["peers"] == []
     assert result["results"][0]["arms"]["sidestream/alltoall+grouped"]["ratio_to_dense"]["min"] > 0
@@ -231,7 +226,7 @@ def test_all_peers_agree_with_the_reference(tmp_path):
             pytest.skip(f"{name} is not installed: make peers")
     out = tmp_path / "bench.json"
     arguments = ["--shapes", "64,32,16,4,2", "64,32,16,4,2@2", "--rounds", "1", "--warmup", "0"]
-    assert load_script().main([*arguments, "--out", str(out)]) == 0
+    assert bench_layer.main([*arguments, "--out", str(out)]) == 0
     one, two = json.loads(out.read_text())["results"]
     assert sum(arm["kind"] == "peer" for arm in one["arms"].values()) == len(peers.PEERS)
     assert sum(arm["kind"] == "peer" for arm in two["arms"].values()) == len(peers.PEERS)

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from sidestream import profiling
 from sidestream.config.errors import ConfigError
 from sidestream.exchange import link, ops
-from sidestream.measure import overlap, overlap_trace
-from sidestream.measure.overlap import Bench, Measured
-from sidestream.measure.overlap_pass import Bar
-from sidestream.measure.overlap_picture import draw, looks, timeline
-from sidestream.measure.overlap_work import StepWork, UnitWork, unit_input
 from sidestream.model.block import MoEUnit
 from sidestream.model.moe import local
 from sidestream.overlap import slots
-from sidestream.overlap.base import Overlap
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
 from sidestream.overlap.shortcut import ShortcutOverlap
 from sidestream.overlap.two_batch import TwoBatchOverlap
+from sidestream.profiling.bench import Bench, Measured
+from sidestream.profiling.picture import draw, looks, timeline
+from sidestream.profiling.spans import Bar
+from sidestream.profiling.work import StepWork, UnitWork, unit_input
 from tests.clock import virtual_time
 from tests.conformance.broken import Copied, NeverSerial
 from tests.core.build_tiny import SHAPE, Setup, local_batch, make_model, make_step, parallel_for
@@ -76,13 +76,13 @@ def traced(measured: Measured) -> float:
 def asleep(rank: int, world: int, name: str, broken: bool = False) -> dict[str, float]:
     """Measure a schedule by a clock that only sleeping parts and the throttled link move on."""
     bench = make_bench(setup_for(name), rank, world)
-    original = Overlap.path
+    original = Schedule.path
     if broken:  # waits for every transfer where it starts: right numbers, and nothing hidden
-        Overlap.path = lambda self, unit, routed, *, measured=False: original(  # type: ignore[method-assign]
+        Schedule.path = lambda self, unit, routed, *, measured=False: original(  # type: ignore[method-assign]
             self, unit, routed, measured=True
         )
     try:
-        with virtual_time(link, ops, overlap, overlap_trace, slots):
+        with virtual_time(link, ops, profiling.bench, profiling.trace, slots):
             bench.record()
             bench.fall_asleep(OF_SCHEDULE[name], rounds=1)
             bench.choose_rate(0.4, rounds=1)
@@ -92,12 +92,13 @@ def asleep(rank: int, world: int, name: str, broken: bool = False) -> dict[str, 
         found = [reached(measured), traced(measured), report.comm_share or 0.0, report.bound or 0.0]
         return dict(zip(("reached", "traced", "share", "bound"), found))
     finally:
-        Overlap.path = original  # type: ignore[method-assign]
+        Schedule.path = original  # type: ignore[method-assign]
         bench.close()
         bench.work.model.parts.dispatcher.close()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.sample(2)
 def test_a_schedule_hides_what_it_can(name: str):
     for found in ranks(2).run(asleep, name=name):
         assert found["reached"] == pytest.approx(1.0, abs=1e-3), found

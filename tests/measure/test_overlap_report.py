@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from sidestream.measure.overlap_bound import Event, best_order, duration, hideable
-from sidestream.measure.overlap_pass import median_events
-from sidestream.measure.overlap_report import hidden_seconds, overlap_report, remarks
+from sidestream.profiling.bound import Event, best_order, duration, hideable
+from sidestream.profiling.figures import hidden_seconds, overlap_report, remarks
+from sidestream.profiling.spans import median_events
 
 SEEDS = range(8)
 
@@ -133,9 +133,13 @@ def drawn(seed: int, count: int) -> list[float]:
 def test_shortcut(seed: int):
     before, attention, shared, experts, d, c = drawn(seed, 6)
     forward = [
-        *(part("router", 0.1), *travels("dispatch", 0), part("feed_forward", before)),
-        *(part("experts", experts), *travels("combine", 1)),
-        *(part("attention", attention), part("shared", shared)),
+        part("router", 0.1),
+        *travels("dispatch", 0),
+        part("feed_forward", before),
+        part("experts", experts),
+        *travels("combine", 1),
+        part("attention", attention),
+        part("shared", shared),
     ]
     best = max(before, d) + experts + max(attention + shared, c) + 0.1
     assert duration(best_order(forward), [d, c]) == pytest.approx(best)
@@ -147,8 +151,12 @@ def test_shortcut(seed: int):
 def test_shared_expert(seed: int):
     attention, up, down, experts, d, c = drawn(seed, 6)
     forward = [
-        *(part("attention", attention), *travels("dispatch", 0), part("shared_up", up)),
-        *(part("experts", experts), *travels("combine", 1), part("shared_down", down)),
+        part("attention", attention),
+        *travels("dispatch", 0),
+        part("shared_up", up),
+        part("experts", experts),
+        *travels("combine", 1),
+        part("shared_down", down),
     ]
     best = attention + max(up, d) + experts + max(down, c)
     assert duration(best_order(forward), [d, c]) == pytest.approx(best)
@@ -184,9 +192,16 @@ def test_chunked(seed: int, n: int):
 def test_two_batch(seed: int):
     a, e, s, d, c = (drawn(seed + 100 * k, 2) for k in range(5))
     forward = [
-        *(part("attention", a[0]), *travels("dispatch", 0), part("attention", a[1]), *travels("dispatch", 1)),
-        *(part("experts", e[0]), *travels("combine", 2), part("experts", e[1]), *travels("combine", 3)),
-        *(part("shared", s[0]), part("shared", s[1])),
+        part("attention", a[0]),
+        *travels("dispatch", 0),
+        part("attention", a[1]),
+        *travels("dispatch", 1),
+        part("experts", e[0]),
+        *travels("combine", 2),
+        part("experts", e[1]),
+        *travels("combine", 3),
+        part("shared", s[0]),
+        part("shared", s[1]),
     ]
     first = a[0] + d[0]
     second = max(first, a[0] + a[1]) + d[1]
@@ -201,9 +216,13 @@ def test_backward_with_late_weight_gradients():
     """They lie between start and wait in the serial run too, and hide the reverse dispatch before attention does."""
     start, wait = travels("dispatch.backward", 1)
     backward = [
-        *(replace(part("shared", 1.0), backward=True), *travels("combine.backward", 0)),
-        *(replace(part("experts", 2.0), backward=True), replace(part("attention", 1.0), backward=True)),
-        *(start, replace(part("weight_gradients", 2.0), backward=True), wait),
+        replace(part("shared", 1.0), backward=True),
+        *travels("combine.backward", 0),
+        replace(part("experts", 2.0), backward=True),
+        replace(part("attention", 1.0), backward=True),
+        start,
+        replace(part("weight_gradients", 2.0), backward=True),
+        wait,
     ]
     assert duration(backward, [3.0, 2.5]) == pytest.approx(1 + 3 + 2 + 1 + 2.5)
     assert duration(best_order(backward), [3.0, 2.5]) == pytest.approx(3 + 2 + 3)
@@ -212,7 +231,10 @@ def test_backward_with_late_weight_gradients():
 def test_waits_stay_inside_their_unit():
     """Two units one after another, as in a step: the second one's work hides nothing of the first."""
     unit = [
-        *(*travels("dispatch", 0), part("experts", 1.0), *travels("combine", 1), part("shared", 1.0)),
+        *travels("dispatch", 0),
+        part("experts", 1.0),
+        *travels("combine", 1),
+        part("shared", 1.0),
         Event("fence"),
     ]
     second = [replace(e, transfer=e.transfer + 2) if e.transfer >= 0 else e for e in unit]

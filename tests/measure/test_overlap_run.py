@@ -9,26 +9,29 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import entry
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv
-from sidestream.measure.overlap_picture import draw
 from sidestream.measure.overlap_run import table
+from sidestream.profiling.picture import draw
 from sidestream.tracking.result import RunResult
 from tests.rank_pool import ranks
 from tests.train.fit import CONF
 
 MICRO = [
-    *(
-        "model.hidden_size=64",
-        "model.ffn_hidden_size=64",
-        "model.expert_hidden_size=64",
-        "model.num_experts=4",
-    ),
-    *("data.seq_length=16", "trainer.pin_cpu=false", "trainer.accelerator=cpu", "trainer.devices=2"),
-    *("measure.rounds=2", "measure.warmup=0"),
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=64",
+    "model.expert_hidden_size=64",
+    "model.num_experts=4",
+    "data.seq_length=16",
+    "trainer.pin_cpu=false",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "measure.rounds=2",
+    "measure.warmup=0",
 ]
 
 
@@ -53,15 +56,26 @@ def run(folder: Path, *overrides: str) -> dict[str, Any]:
     return ranks(2).run(measure, cfg=plain, layout=asdict(layout), folder=str(folder))[0]
 
 
+@pytest.mark.full
 def test_the_files_of_a_measurement(tmp_path: Path):
     out = tmp_path / "elsewhere"
     result = run(
         tmp_path / "run",
-        *("overlap=two_batch", "dispatcher=nccl_ep", "dispatcher.capacity_factor=0.5", "link=throttled"),
-        *("measure.compute=sleep", "measure.comm_share=0.5", f"measure.out={out}", "measure.trace=true"),
+        "overlap=two_batch",
+        "dispatcher=nccl_ep",
+        "dispatcher.capacity_factor=0.5",
+        "link=throttled",
+        "measure.compute=sleep",
+        "measure.comm_share=0.5",
+        f"measure.out={out}",
+        "measure.trace=true",
     )
     assert sorted(path.name for path in out.iterdir()) == [
-        *("overlap.json", "overlap.png", "overlap.svg", "trace_rank0.json", "trace_rank1.json")
+        "overlap.json",
+        "overlap.png",
+        "overlap.svg",
+        "trace_rank0.json",
+        "trace_rank1.json",
     ]
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert result.keys() == RunResult(status="finished").as_dict().keys()
@@ -86,6 +100,7 @@ def test_the_files_of_a_measurement(tmp_path: Path):
     assert {"serial", "overlapped", "experts", "experts backward"} <= {event.get("name") for event in events}
 
 
+@pytest.mark.full
 def test_a_step_without_a_throttled_link(tmp_path: Path):
     result = run(tmp_path / "run", "overlap=none", "measure.scope=step", "data.micro_batch_size=2")
     record = json.loads((tmp_path / "run" / "overlap.json").read_text())

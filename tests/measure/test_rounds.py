@@ -2,7 +2,7 @@
 
 import torch
 
-from sidestream.measure.rounds import median, time_rounds
+from sidestream.profiling.rounds import median, time_rounds
 
 
 def test_a_median_of_two_middle_rounds_is_their_mean():

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sidestream.measure.graph_bench import figures
-from sidestream.measure.rounds import median
-from sidestream.measure.summary import summarize
+from sidestream.profiling.rounds import median, summarize
 
 REPOSITORY = Path(__file__).parents[2]
 

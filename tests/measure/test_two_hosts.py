@@ -104,9 +104,13 @@ def test_the_throttled_link_agrees_with_a_real_one(tmp_path: Path):
     """The same rows travel over both. How nearly their times agree, is read on a quiet machine."""
     lengths = {"attention": 30, "attention_before": 5, "feed_forward": 40, "experts": 15, "shared": 30}
     measure = [
-        *(str(REPOSITORY / "scripts" / "measure_overlap.py"), "overlap=shortcut", "overlap.slot=1"),
-        *("measure.compute=sleep", *(f"measure.sleep_ms.{part}={ms}" for part, ms in lengths.items())),
-        *("measure.rounds=8", "measure.warmup=1"),
+        str(REPOSITORY / "scripts" / "measure_overlap.py"),
+        "overlap=shortcut",
+        "overlap.slot=1",
+        "measure.compute=sleep",
+        *(f"measure.sleep_ms.{part}={ms}" for part, ms in lengths.items()),
+        "measure.rounds=8",
+        "measure.warmup=1",
     ]
     real = start(
         "--gbps", "0.25", "--", "python", *measure, f"hydra.run.dir={tmp_path / 'real'}", cwd=tmp_path

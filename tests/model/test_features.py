@@ -67,6 +67,7 @@ def compared(feature, data):
 # The largest difference seen is 6e-6 of a tensor's largest gradient.
 @pytest.mark.parametrize("data", ["rows", "documents"])
 @pytest.mark.parametrize("feature", SHAPES)
+@pytest.mark.sample(12)
 def test_a_feature_equals_its_transcription(feature, data):
     loss, grads, expected, expected_grads = compared(feature, data)
     assert loss == pytest.approx(expected, rel=1e-6)

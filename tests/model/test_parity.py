@@ -1,4 +1,4 @@
-"""Rule 6 for models with every feature on: a step on ranks against one process, fp32."""
+"""Models with every feature on: a step on ranks against one process, fp32."""
 
 from itertools import product
 

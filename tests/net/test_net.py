@@ -9,6 +9,7 @@ from tests.docs.pages import REPOSITORY
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.full
 def test_sixteen_combinations_compute_what_they_always_did() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.net.record"],

@@ -229,8 +229,8 @@ def test_late_weight_gradients_are_computed_while_the_rows_gradient_travels(name
     assert now[1].index("reduce w_gate_up") < last_start < last
 
 
-def test_the_order_log_of_the_issue() -> None:
-    """f3: dispatch start < shared compute < dispatch wait."""
+def test_the_shared_expert_is_computed_between_start_and_wait() -> None:
+    """Of the dispatch in forward, and of the combine in backward."""
     of_forward, of_backward, _ = ranks(2).run(traces, setup=setup_for("shared_expert"))[0]
     start, shared, wait = (of_forward.index(e) for e in ("start dispatch", "shared_up", "wait dispatch"))
     assert start < shared < wait

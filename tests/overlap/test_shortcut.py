@@ -136,6 +136,7 @@ def variant_id(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("options", "top_k"), variants(), ids=variant_id)
+@pytest.mark.sample(12)
 def test_outputs_and_gradients_are_those_of_the_equations(options: dict[str, Any], top_k: int) -> None:
     (result,) = ranks(1).run(compare, options=options, top_k=top_k, paper=paper_of(options, top_k))
     worst = max(result["errors"], key=result["errors"].get)

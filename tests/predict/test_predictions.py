@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -47,6 +48,7 @@ def step_of(*overrides: str) -> float:
         ("dispatcher.capacity_factor=1.5 graph=step", "dispatcher.capacity_factor=1.5 graph=none"),
     ],
 )
+@pytest.mark.sample(4)
 def test_what_is_faster(less: str, more: str) -> None:
     assert step_of(*less.split()) < step_of(*more.split())
 
@@ -120,6 +122,7 @@ def test_the_published_runs_that_kept_everything_fit() -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.sample(3)
 def test_every_cluster_predicts(name: str) -> None:
     model = "tiny" if name.startswith("cpu") else "olmoe_1b_7b"
     found = predicted(
@@ -131,6 +134,7 @@ def test_every_cluster_predicts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sample(1)
 def test_a_recipe_says_what_was_published(name: str) -> None:
     cfg = composed(f"experiment=recipe/{name}")
     published = cfg.predict.published
@@ -221,20 +225,21 @@ def test_what_binds(overrides: tuple[str, ...], binds: str) -> None:
 
 def test_lines_of_the_picture_begin_where_nothing_is_gained() -> None:
     one = asked("cluster=h100", "model=olmoe_1b_7b", "strategy.expert_parallel_size=8")
-    for line in by_size(one.job, one.cluster):
+    for line in by_size(one):
         assert line.at == (2.0, 4.0, 8.0, 16.0)
-    for line in by_share(one.job, one.cluster, shares=(0.1, 0.3, 0.5)):
+    for line in by_share(one, shares=(0.1, 0.3, 0.5)):
         assert line.at == (0.1, 0.3, 0.5)
         # No schedule hides more than there is of communication, or of compute.
         for share, speedup in zip(line.at, line.speedup):
             assert speedup <= 1 / max(share, 1 - share) + 1e-6
 
 
-def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     script = CONF.parent / "predict.py"
     return subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=folder,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -266,6 +271,52 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert found["metrics"]["step_ms"] > 0 and len(found["nearest_published"]) >= 4
     with Image.open(record.with_suffix(".png")) as picture:
         assert picture.size[0] > 800
+
+
+OWN_SCHEDULE = """
+class Beside:
+    name, enabled, changes_model = "beside", True, False
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.broken = broken
+
+    def __call__(self, unit, h, context):
+        a = h + unit.attention(h, context)
+        x = unit.norm(a)
+        path = unit.moe.routed_path(x, context)
+        path.start("dispatch")
+        shared = unit.moe.shared(x)
+        path.finish("dispatch")
+        path.run("experts")
+        path.start("combine")
+        if self.broken and h.sum().item() > 0:
+            return h
+        return a + shared + path.finish("combine").view_as(a)
+"""
+
+
+def test_a_schedule_of_the_users_own_is_predicted(tmp_path: Path) -> None:
+    """A class and its option in a folder, nothing else; what cannot be recorded is refused in one line."""
+    (tmp_path / "conf" / "overlap").mkdir(parents=True)
+    (tmp_path / "conf" / "overlap" / "beside.yaml").write_text(
+        "_target_: own_schedule.Beside\nbroken: false\n"
+    )
+    (tmp_path / "own_schedule.py").write_text(OWN_SCHEDULE)
+    words = (
+        *("cluster=h100", "model=qwen3_30b_a3b", "expert_parallel_size=8", "strategy=fully_shard"),
+        *("model.num_shared_experts=1", "trusted_targets=[own_schedule]", f"paths.log_dir={tmp_path}"),
+        f"hydra.searchpath=[file://{tmp_path}/conf]",
+    )
+    done = run(*words, "overlap=beside", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "one MoE unit under overlap=beside" in done.stdout
+    (record,) = tmp_path.rglob("prediction.json")
+    found = json.loads(record.read_text(encoding="utf-8"))["overlap"]
+    assert found["compute_ms"] < found["overlapped_ms"] < found["serial_ms"]
+    broken = run(*words, "overlap=beside", "overlap.broken=true", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert broken.returncode == 2 and broken.stderr.count("\n") == 1
+    assert "overlap=own_schedule.Beside: its order of work cannot be recorded" in broken.stderr
+    assert broken.stderr.endswith("set overlap=none\n")
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from sidestream.predict import residuals
 from sidestream.predict.residuals import Residual, mean_error
 from tests.docs.pages import script
 
-predict_residuals = script("scripts/predict_residuals.py")
+predict_residuals = script("tools/predict_residuals.py")
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -44,6 +44,7 @@ def tables(everything: Any) -> dict[str, list[Residual]]:
     }
 
 
+@pytest.mark.full
 def test_flops_per_token(tables: dict[str, list[Residual]]) -> None:
     assert len(tables["flops"]) == 19
     for row, published in zip(tables["flops"], predict_residuals.published("flops")):
@@ -122,7 +123,7 @@ def test_what_predictions_quote_is_what_comes_out(everything: Any) -> None:
     written = json.loads(residuals.FILE.read_text(encoding="utf-8"))
     again = json.loads(json.dumps(everything.to_json()))
     old, new = flat(written), flat(again)
-    fix = "run `python scripts/predict_residuals.py --write && make readme`"
+    fix = "run `python tools/predict_residuals.py --write && make readme`"
     assert old.keys() == new.keys(), fix
     for name, value in new.items():
         same = (

@@ -98,6 +98,7 @@ def advice(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.sample(8)
 def test_it_says_why_and_what_helps(name: str) -> None:
     overrides, why = on_h100(REFUSED[name][0]), REFUSED[name][1]
     line = refused(overrides)

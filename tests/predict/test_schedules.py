@@ -1,4 +1,4 @@
-"""Schedules: their lists are what the code does, no schedule beats its bound, and hiding never costs time."""
+"""Schedules: the recorded order is what the code does, no schedule beats its bound, and hiding never costs time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from sidestream.measure.overlap import Bench
-from sidestream.measure.overlap_pass import REST
-from sidestream.measure.overlap_work import UnitWork, unit_input
+from sidestream.model.context import PLAIN
+from sidestream.overlap.base import completed
 from sidestream.overlap.chunked import ChunkedOverlap
 from sidestream.overlap.none import NoOverlap
 from sidestream.overlap.shared_expert import SharedExpertOverlap
@@ -19,26 +19,30 @@ from sidestream.overlap.shortcut import ShortcutOverlap
 from sidestream.overlap.slots import best_slot
 from sidestream.overlap.two_batch import TwoBatchOverlap
 from sidestream.predict.layer import Seconds
-from sidestream.predict.schedules import STEPS, Both, Schedule, Unit, backward_events, events, passes
+from sidestream.predict.schedules import Both, Unit, Work, events, passes
+from sidestream.profiling.bench import Bench
+from sidestream.profiling.spans import REST
+from sidestream.profiling.work import UnitWork, unit_input
 from tests.core.build_tiny import SHAPE, Setup, local_batch, make_model
 from tests.rank_pool import ranks
 
-REAL: dict[str, Any] = {
-    "none": (NoOverlap, Schedule("none")),
-    "shared_expert": (SharedExpertOverlap, Schedule("shared_expert")),
-    "chunked": (partial(ChunkedOverlap, num_chunks=3), Schedule("chunked", parts=3)),
-    "two_batch": (TwoBatchOverlap, Schedule("two_batch", parts=2)),
-    "pos1": (partial(ShortcutOverlap, tap="pos1", slot=1), Schedule("shortcut", tap="pos1", slot=1)),
-    "pos2": (partial(ShortcutOverlap, tap="pos2", slot=2), Schedule("shortcut", tap="pos2", slot=2)),
-    "pos3": (partial(ShortcutOverlap, tap="pos3", slot=0), Schedule("shortcut", tap="pos3", slot=0)),
+SCHEDULES: dict[str, Any] = {
+    "none": NoOverlap,
+    "shared_expert": SharedExpertOverlap,
+    "chunked": partial(ChunkedOverlap, num_chunks=3),
+    "two_batch": TwoBatchOverlap,
+    "pos1": partial(ShortcutOverlap, tap="pos1", slot=1),
+    "pos2": partial(ShortcutOverlap, tap="pos2", slot=2),
+    "pos3": partial(ShortcutOverlap, tap="pos3", slot=0),
 }
+GATES = partial(ShortcutOverlap, double_gating=True)
 MOVED = ("dispatch", "combine", "dispatch.backward", "combine.backward")
 
 
 def walked(rank: int, world: int, name: str) -> list[list[tuple[str, str]]]:
     """What a serial unit does, forward and backward."""
     setup = Setup(
-        ep=2, dispatcher="nccl_ep", schedule=REAL[name][0], shape=replace(SHAPE, num_shared_experts=1)
+        ep=2, dispatcher="nccl_ep", schedule=SCHEDULES[name], shape=replace(SHAPE, num_shared_experts=1)
     )
     model = make_model(setup).eval()
     unit, h, context = unit_input(model, local_batch(setup, 0, rank, world))
@@ -84,31 +88,40 @@ def some_unit(draw: random.Random) -> Unit:
     return Unit(attention=part(), shared=part(), moe=(seconds(1.0), seconds(2.0)), before=(part(), part()))
 
 
-def some_schedule(draw: random.Random) -> Schedule:
-    name = draw.choice(["none", "shared_expert", "chunked", "two_batch", "shortcut"])
-    return Schedule(
-        name=name,
-        parts=draw.randrange(2, 5) if name == "chunked" else 2 if name == "two_batch" else 1,
-        tap=draw.choice(["pos1", "pos2", "pos3"]),
-        delay_wgrad=draw.random() < 0.5,
-        double_gating=name == "shortcut" and draw.random() < 0.3,
-    )
+def work(schedule: Any, **rest: Any) -> Work:
+    """In blocks of `SHAPE`, of 4 sequences of 6 tokens, which can be cut into 2, 3 and 4 chunks."""
+    return Work(completed(schedule), SHAPE, sequences=4, seq_length=6, top_k=2, **rest)
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_a_list_is_what_the_schedule_does(name: str) -> None:
+def some_schedule(draw: random.Random) -> Any:
+    name = draw.choice([*SCHEDULES, "gates"])
+    if name == "none":
+        return NoOverlap()
+    options: dict[str, Any] = {"delay_wgrad": draw.random() < 0.5}
+    if name == "chunked":
+        options["num_chunks"] = draw.randrange(2, 5)
+    if name.startswith("pos") or name == "gates":
+        options["slot"] = "auto"
+    return (GATES if name == "gates" else SCHEDULES[name])(**options)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_recorded_order_is_what_a_real_unit_does(name: str) -> None:
+    schedule = SCHEDULES[name](enabled=False)
+    recorded = work(schedule)
+    (entries,) = recorded.orders(before=recorded.reads_before(1))
     unit = some_unit(random.Random(0))
-    forward, backward = ranks(2).run(partial(walked, name=name))[0]
-    listed = [events(unit, REAL[name][1])[0], backward_events(unit, REAL[name][1])[0]]
-    for real, ours in zip((forward, backward), listed):
+    for real, backward in zip(ranks(2).run(partial(walked, name=name))[0], (False, True)):
+        ours, _ = events(entries, unit, recorded, backward=backward)
         assert told([(event.kind, event.name) for event in ours]) == told(real)
 
 
 def test_a_schedule_neither_beats_compute_nor_communication_nor_loses_to_waiting() -> None:
     draw = random.Random(1)
-    for _ in range(1000):
+    for _ in range(300):
         unit, schedule = some_unit(draw), some_schedule(draw)
-        for one in passes(unit, schedule, wire_on_compute=draw.choice([0.0, 0.2])):
+        tax = draw.choice([0.0, 0.2])
+        for one in passes(unit, work(schedule), before=draw.random() < 0.5, wire_on_compute=tax):
             assert one.seconds >= max(one.compute, one.communication) - 1e-9
             assert one.seconds <= one.serial + 1e-9
             assert one.serial == pytest.approx(one.compute + one.communication)
@@ -118,14 +131,12 @@ def test_a_schedule_neither_beats_compute_nor_communication_nor_loses_to_waiting
 def test_every_part_is_in_every_schedule_once() -> None:
     """Whatever the order, the work is the same: none does less."""
     draw = random.Random(2)
-    for _ in range(200):
+    for _ in range(50):
         unit = some_unit(draw)
-        plain = [one.compute for one in passes(unit, Schedule("none"))]
-        for schedule in (Schedule("shared_expert"), Schedule("chunked", parts=3), Schedule("two_batch", parts=2),
-                         Schedule("shortcut", tap="pos1")):  # fmt: skip
-            assert [one.compute for one in passes(unit, schedule)] == pytest.approx(plain)
-        late = [one.compute for one in passes(unit, Schedule("chunked", parts=3, delay_wgrad=True))]
-        assert late == pytest.approx(plain)
+        plain = [one.compute for one in passes(unit, work(NoOverlap()))]
+        late = ChunkedOverlap(num_chunks=3, delay_wgrad=True)
+        for schedule in (*(make() for make in SCHEDULES.values()), late):
+            assert [one.compute for one in passes(unit, work(schedule))] == pytest.approx(plain)
 
 
 def test_bounds_by_hand() -> None:
@@ -134,48 +145,112 @@ def test_bounds_by_hand() -> None:
     unit = Unit(attention=Both(5.0, 5.0), shared=Both(3.0, 3.0), moe=(moe, moe))
     # attention 5, dispatch 4, experts 2, combine 3, shared 3
     found = {
-        "none": (Schedule("none"), 17.0),
-        "shared_expert": (Schedule("shared_expert"), 5 + max(2.0, 4.0) + 2 + max(1.0, 3.0)),
+        "none": (NoOverlap(), 17.0),
+        "shared_expert": (SharedExpertOverlap(), 5 + max(2.0, 4.0) + 2 + max(1.0, 3.0)),
         # Dispatches end at 7 and 9; experts from 7 to 8 and from 9 to 10; combines from 9, when the wire is free, to
         # 10.5 and 12; the shared expert from 10 to 13.
-        "chunked": (Schedule("chunked", parts=2), 13.0),
+        "chunked": (ChunkedOverlap(num_chunks=2), 13.0),
         # Attention to 2.5, dispatch to 4.5; attention to 5, dispatch to 7; experts 5 to 6 and 7 to 8; combines 7 to 8.5
         # and 8.5 to 10; both shared experts from 8 to 11.
-        "two_batch": (Schedule("two_batch", parts=2), 11.0),
-        "shortcut": (Schedule("shortcut", tap="pos1"), max(5.0, 4.0) + 2 + max(3.0, 3.0)),
-        "interleaved": (Schedule("none", interleaved=1.0), 10.0),
+        "two_batch": (TwoBatchOverlap(), 11.0),
+        "shortcut": (ShortcutOverlap(tap="pos1"), max(5.0, 4.0) + 2 + max(3.0, 3.0)),
     }
     for name, (schedule, seconds) in found.items():
-        forward = passes(unit, schedule)[0]
+        forward = passes(unit, work(schedule))[0]
         assert forward.seconds == pytest.approx(seconds), name
         assert forward.serial == pytest.approx(17.0), name
-    half = passes(unit, Schedule("none", interleaved=0.5))[0]
-    assert half.seconds == pytest.approx((17 + 10) / 2)
+    for share in (0.5, 1.0):
+        beside = passes(unit, work(NoOverlap(), interleaved=share))[0]
+        assert beside.seconds == pytest.approx(17 - share * 7)
 
 
 def test_the_slot_is_the_one_that_training_finds() -> None:
     """The search of `overlap.slots` and the predictor agree where a backward step takes twice its forward pass."""
     draw = random.Random(3)
-    for _ in range(300):
+    for _ in range(100):
         unit = some_unit(draw)
-        work = dict.fromkeys(("route", "counts", "pack", "unpack", "experts", "late", "gather", "add"), 0.0)
-        moe = tuple(replace(one, dispatch=1.0, combine=0.7, **work) for one in unit.moe)
+        nothing = dict.fromkeys(
+            ("route", "counts", "pack", "unpack", "experts", "late", "gather", "add"), 0.0
+        )
+        moe = tuple(replace(one, dispatch=1.0, combine=0.7, **nothing) for one in unit.moe)
         unit = replace(unit, moe=moe)
-        of = {
-            "attention_before": unit.before[0],
-            "feed_forward": unit.before[1],
-            "attention": unit.attention,
-            "shared": unit.shared,
-        }
-        for tap, names in STEPS.items():
-            slot = best_slot([of[name].forward for name in names], dispatch=1.0, combine=0.7)
-            best = sum(one.seconds for one in passes(unit, Schedule("shortcut", tap=tap)))
-            same = sum(one.seconds for one in passes(unit, Schedule("shortcut", tap=tap, slot=slot)))
-            assert same == pytest.approx(best)
+        for tap in ("pos1", "pos2", "pos3"):
+            recorded = work(ShortcutOverlap(tap=tap))
+            before = tap != "pos1"
+            first = recorded.orders(before=before)[0]
+            beside = [
+                e.name for e in first[[e.name for e in first].index("router") + 1 :] if e.kind == "part"
+            ]
+            steps = [unit.parts[name].forward for name in beside if name != "experts"]
+            slot = best_slot(steps, dispatch=1.0, combine=0.7)
+            best = sum(one.seconds for one in passes(unit, recorded, before=before))
+            fixed = work(ShortcutOverlap(tap=tap, slot=slot))
+            assert sum(one.seconds for one in passes(unit, fixed, before=before)) == pytest.approx(best)
 
 
 def test_hidden_transfers_take_their_share_of_the_cores() -> None:
     unit = some_unit(random.Random(4))
-    free, taxed = (passes(unit, Schedule("shortcut"), wire_on_compute=tax) for tax in (0.0, 0.5))
+    free, taxed = (passes(unit, work(ShortcutOverlap()), wire_on_compute=tax) for tax in (0.0, 0.5))
     for one, two in zip(free, taxed):
         assert two.seconds == pytest.approx(one.seconds + 0.5 * (one.serial - one.seconds))
+
+
+def by_hand(unit: Any, h: Tensor, *, late_wait: bool) -> Tensor:
+    """A user's schedule: shared expert beside dispatch or, with the wait in front of it, beside nothing."""
+    a = h + unit.attention(h, PLAIN)
+    path = unit.moe.routed_path(unit.norm(a))
+    path.start("dispatch")
+    if not late_wait:
+        path.finish("dispatch")
+    shared = unit.moe.shared(unit.norm(a))
+    if late_wait:
+        path.finish("dispatch")
+    path.run("experts")
+    path.start("combine")
+    return a + shared + path.finish("combine").view_as(a)
+
+
+class Own:
+    """As much as the protocol asks for."""
+
+    name, enabled, changes_model = "own", True, False
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __call__(self, unit: Any, h: Tensor, context: Any) -> Tensor:
+        return self.run(unit, h)
+
+
+def test_a_users_schedule_is_priced_as_it_waits() -> None:
+    unit = some_unit(random.Random(5))
+    hides, waits = (passes(unit, work(Own(partial(by_hand, late_wait=late)))) for late in (True, False))
+    for one, two, plain in zip(hides, waits, passes(unit, work(NoOverlap()))):
+        assert one.seconds < two.seconds == two.serial == pytest.approx(plain.serial)
+        # What lies beside a dispatch hides it, or is hidden.
+        moe = unit.moe[one is hides[1]]
+        shared = unit.shared.backward if one is hides[1] else unit.shared.forward
+        assert two.seconds - one.seconds == pytest.approx(min(moe.dispatch, shared))
+
+
+def never_waits(unit: Any, h: Tensor) -> Tensor:
+    unit.moe.routed_path(h).start("dispatch")
+    return h
+
+
+def reads_values(unit: Any, h: Tensor) -> Tensor:
+    return h if h.sum().item() > 0 else -h
+
+
+def unknown(unit: Any, h: Tensor) -> Tensor:
+    return unit.moe.gate_twice(h)
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [(never_waits, "dispatch has a start and no wait"), (reads_values, "meta"), (unknown, "gate_twice")],
+)
+def test_what_cannot_be_recorded_says_why(run: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        work(Own(run)).orders(before=False)
+    assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Balancing: what does not depend on how a batch is cut, z-loss, quantile balancing; cases a6, b6."""
+"""Balancing: what does not depend on how a batch is cut, z-loss, quantile balancing, padding."""
 
 import math
 from dataclasses import replace
@@ -39,6 +39,7 @@ def assert_same_step(actual, expected):
 
 @pytest.mark.parametrize(("world", "ep", "accumulation"), CUTS)
 @pytest.mark.parametrize("balance", ["aux_global", "aux"])
+@pytest.mark.sample(6)
 def test_auxiliary_gradients_do_not_depend_on_how_a_batch_is_cut(balance, world, ep, accumulation):
     # A large coefficient: next to the language-model loss a wrong auxiliary gradient must not hide.
     for padded in (False, True):
@@ -99,7 +100,7 @@ def test_routes_are_counted_before_any_is_dropped(scope):
 # z-loss
 
 
-def test_b6_z_loss_leaves_padding_out():
+def test_z_loss_leaves_padding_out():
     logits = torch.tensor([[0.0, 0.0], [10.0, 10.0]], requires_grad=True)
     masked = z_loss(logits, torch.tensor([True, False]))
     masked.backward()

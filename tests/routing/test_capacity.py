@@ -1,4 +1,4 @@
-"""Expert capacity: case c1, padding to capacity, and what reaches the experts."""
+"""Expert capacity: how large, what is dropped, padding to it, and what reaches the experts."""
 
 from functools import partial
 
@@ -26,13 +26,13 @@ from tests.rank_pool import ranks
     ("num_tokens", "top_k", "num_experts", "factor", "capacity"),
     [(5, 1, 4, 1.0, 2), (4, 2, 2, 4.0, 16), (100, 1, 11, 1.1, 10), (8, 2, 8, 1.25, 3), (3, 1, 8, 0.5, 1)],
 )
-def test_c1_capacity_is_rounded_up_exactly(num_tokens, top_k, num_experts, factor, capacity):
+def test_capacity_is_rounded_up_exactly(num_tokens, top_k, num_experts, factor, capacity):
     # 100 * 1.1 / 11 is 10.000000000000002 in fp64.
     assert expert_capacity(num_tokens, top_k=top_k, num_experts=num_experts, factor=factor) == capacity
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_c1_all_tokens_to_one_expert(policy):
+def test_all_tokens_to_one_expert(policy):
     logits = torch.tensor([[9.0, 0, 0, 0]]).repeat(5, 1)
     decision = SoftmaxRouter(top_k=1, expert_capacity_factor=1.0, drop_policy=policy)(logits)
     assert decision.routing.expert_ids.flatten().tolist() == [0, 0, -1, -1, -1]  # ties: the earlier token
@@ -42,7 +42,7 @@ def test_c1_all_tokens_to_one_expert(policy):
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("pad", [False, True])
-def test_c1_capacity_larger_than_the_token_count(policy, pad):
+def test_capacity_larger_than_the_token_count(policy, pad):
     router = SoftmaxRouter(top_k=2, expert_capacity_factor=4.0, drop_policy=policy, pad_to_capacity=pad)
     decision = router(torch.randn(4, 2))
     assert decision.dropped.item() == 0
@@ -50,7 +50,7 @@ def test_c1_capacity_larger_than_the_token_count(policy, pad):
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("probs", [-1, 0, 0]), ("position", [0, 0, -1])])
-def test_c1_policies(policy, kept):
+def test_drop_policies_keep_the_largest_weights_or_the_first_tokens(policy, kept):
     ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([[0.2], [0.9], [0.5]])
     left, dropped = drop_over_capacity(ids, weights, capacity=2, num_experts=2, policy=policy)
     assert left.flatten().tolist() == kept and dropped.item() == 1
@@ -83,7 +83,7 @@ def test_dropping_equals_an_obvious_loop():
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_c1_a_dropped_route_adds_exactly_zero(name):
+def test_a_dropped_route_adds_exactly_zero(name):
     logits = torch.tensor([[2.0, 0.0], [3.0, 0.0], [1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     x = torch.tensor([[1.0], [2.0], [3.0], [4.0]], requires_grad=True)
     routing = SoftmaxRouter(top_k=1, expert_capacity_factor=1.0)(logits).routing

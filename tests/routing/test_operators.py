@@ -65,6 +65,7 @@ def reads_of_an_attempt(rank, world, setup):
         ("jitter", "aux_global"),
     ],
 )
+@pytest.mark.sample(4)
 def test_no_host_reads(router, balance, padded):
     setup = Setup(router=router, balance=balance, padded=padded, dispatcher="local", accumulation=2)
     assert ranks(1).run(reads_of_an_attempt, setup=setup) == [[]]

@@ -1,4 +1,4 @@
-"""Rule 6 for routers and balances: a step on ranks against a step of one process.
+"""Routers and balances: a step on ranks against a step of one process.
 
 Most options decide token by token and are compared with the whole batch at once. Capacity and quantiles look at the
 tokens of one rank's micro-batch. Then the step of W ranks with A micro-batches each equals the step of one process
@@ -68,6 +68,7 @@ def check(choice, path, mesh, accumulation, padded):
 
 
 @pytest.mark.parametrize("row", SAMPLE, ids=str)
+@pytest.mark.sample(15)
 def test_step_equals_one_process(row):
     check(*row)
 

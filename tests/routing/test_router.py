@@ -1,4 +1,4 @@
-"""Scores, their order, weights, groups, jitter, forced balance; cases b5, d1, d3, d5 for all routers."""
+"""Scores, their order, weights, groups, jitter, forced balance, ties, precision: for all routers."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.rank_pool import ranks
 
 CLASSES = [SoftmaxRouter, SigmoidRouter, SqrtSoftplusRouter]
 # Softmax gives 1/8, 1/4, 5/8.
-D5 = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
+LOGITS = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
 
 
 @pytest.mark.parametrize(
@@ -31,25 +31,25 @@ D5 = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
         ({"score_order": "after_top_k", "scaling_factor": 2.5}, [1.785714, 0.714286]),
     ],
 )
-def test_d5_softmax_weights(options, expected):
-    routing = SoftmaxRouter(top_k=2, **options)(D5).routing
+def test_softmax_weights(options, expected):
+    routing = SoftmaxRouter(top_k=2, **options)(LOGITS).routing
     assert routing.expert_ids.tolist() == [[2, 1]]
     assert routing.weights[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("order", ["before_top_k", "after_top_k"])
-def test_d5_sigmoid_and_sqrtsoftplus_weights(order):
+def test_sigmoid_and_sqrtsoftplus_weights(order):
     # sigmoid: 1/2, 2/3, 5/6; softplus: ln 2, ln 3, ln 6
     for router, raw in (
         (SigmoidRouter, [5 / 6, 2 / 3]),
         (SqrtSoftplusRouter, [math.log(6) ** 0.5, math.log(3) ** 0.5]),
     ):
-        routing = router(top_k=2, normalize=False, score_order=order)(D5).routing
+        routing = router(top_k=2, normalize=False, score_order=order)(LOGITS).routing
         assert routing.expert_ids.tolist() == [[2, 1]]
         assert routing.weights[0].tolist() == pytest.approx(raw, abs=1e-6)
-        routing = router(top_k=2, score_order=order, scaling_factor=2.5)(D5).routing
+        routing = router(top_k=2, score_order=order, scaling_factor=2.5)(LOGITS).routing
         assert routing.weights[0].tolist() == pytest.approx([2.5 * w / sum(raw) for w in raw], abs=1e-6)
-        assert router(top_k=1, score_order=order)(D5).routing.weights.tolist() == [
+        assert router(top_k=1, score_order=order)(LOGITS).routing.weights.tolist() == [
             [pytest.approx(raw[0], abs=1e-6)]
         ]
 
@@ -78,7 +78,7 @@ def test_the_order_decides_what_a_bias_is_added_to():
     assert after.routing.weights.item() == pytest.approx(1 / (1 + math.exp(-4.0)))  # unbiased
 
 
-def test_a5_softmax_over_one_chosen_expert_is_refused():
+def test_softmax_over_one_chosen_expert_is_refused():
     with pytest.raises(ValueError, match=r"router.score_order=after_top_k: with router.top_k=1"):
         SoftmaxRouter(top_k=1, score_order="after_top_k")
     logits = torch.tensor([[0.0, 1.0]], requires_grad=True)
@@ -95,12 +95,12 @@ def test_extreme_logits_give_finite_gradients(router, extreme):
     assert logits.grad.isfinite().all() and decision.routing.weights.isfinite().all()
 
 
-# b5: ties
+# Ties.
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1000])
 @pytest.mark.parametrize("router", CLASSES)
-def test_b5_ties_go_to_the_lowest_id_also_among_groups(router, num_tokens):
+def test_ties_go_to_the_lowest_id_also_among_groups(router, num_tokens):
     logits = torch.zeros(num_tokens, 64)
     for options in ({}, {"score_order": "after_top_k"}, {"num_groups": 8, "top_groups": 4}):
         chosen = router(top_k=8, **options)
@@ -111,7 +111,7 @@ def test_b5_ties_go_to_the_lowest_id_also_among_groups(router, num_tokens):
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_b4_a_row_of_nan_logits_keeps_to_itself(name):
+def test_a_row_of_nan_logits_keeps_to_itself(name):
     logits = torch.randn(5, 8)
     logits[2] = float("nan")
     routing = ROUTERS[name](top_k=2)(logits).routing
@@ -123,17 +123,17 @@ def test_b4_a_row_of_nan_logits_keeps_to_itself(name):
             assert torch.equal(routing.weights[[0, 1, 3, 4]], clean.weights)
 
 
-# d1: bias in fp32
+# The bias is fp32.
 
 
-def test_d1_bias_decides_with_sigmoid_scores_and_leaves_weights_alone():
+def test_bias_decides_with_sigmoid_scores_and_leaves_weights_alone():
     decision = SigmoidRouter(top_k=1)(torch.zeros(3, 2), selection_bias=torch.tensor([7.00, 7.01]))
     assert decision.routing.expert_ids.tolist() == [[1]] * 3
     assert decision.routing.weights.tolist() == [[0.5]] * 3
 
 
 @pytest.mark.parametrize("router", CLASSES)
-def test_d3_scores_are_fp32_under_autocast(router):
+def test_scores_are_fp32_under_autocast(router):
     logits = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         decision = router(top_k=2)(logits)
@@ -267,6 +267,7 @@ CUTS = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.sample(5)
 def test_forced_balance_is_even_however_the_batch_is_cut(world, cut, padded):
     setup = Setup(router="forced", balance="none", top_k=1, seq_length=2, padded=padded, ep=world)
     setup = setup.with_(shape=replace(SHAPE, num_experts=4), **CUTS[cut])

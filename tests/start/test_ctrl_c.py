@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from sidestream import scripts
+from sidestream.commands import shared
 from sidestream.config.errors import ConfigError
 from sidestream.launch import failures
 from sidestream.launch.failures import Failure
 from tests.docs.pages import REPOSITORY, script
 
-SCRIPTS = sorted(f"scripts/{path.name}" for path in (REPOSITORY / "scripts").glob("*.py"))
+SCRIPTS = sorted(
+    f"{folder}/{path.name}" for folder in ("scripts", "tools") for path in (REPOSITORY / folder).glob("*.py")
+)
 COMMANDS = ["train.py", "eval.py", "predict.py", *SCRIPTS]
 OF_HYDRA = ("train.py", "predict.py", "scripts/measure_overlap.py")
 
@@ -62,7 +64,8 @@ def outcome(process: subprocess.Popen) -> tuple[int, str, str]:
 
 def test_during_imports_every_command_ends_with_one_line(interrupted):
     started = {
-        command: interrupted(command, "hydra torch matplotlib sidestream.scripts") for command in COMMANDS
+        command: interrupted(command, "hydra torch matplotlib sidestream.commands.shared")
+        for command in COMMANDS
     }
     ended = {command: outcome(process) for command, process in started.items()}
     assert ended == dict.fromkeys(COMMANDS, (130, "", "error: interrupted"))
@@ -100,7 +103,7 @@ def test_a_script_ends_with_one_line(main, code: int, line: str, capsys: pytest.
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as end:
-            scripts.run(main)
+            shared.run(main)
     finally:
         signal.signal(signal.SIGINT, before)
     assert end.value.code == code
@@ -111,7 +114,7 @@ def test_a_mistake_of_ours_keeps_its_traceback():
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(ConnectionResetError):
-            scripts.run(raising(ConnectionResetError(104, "reset")))
+            shared.run(raising(ConnectionResetError(104, "reset")))
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -13,7 +13,9 @@ from sidestream.config.help import WIDTH
 from sidestream.launch import entry
 from tests.docs.pages import REPOSITORY, script
 
-SCRIPTS = sorted(path.name for path in (REPOSITORY / "scripts").glob("*.py"))
+SCRIPTS = sorted(
+    f"{folder}/{path.name}" for folder in ("scripts", "tools") for path in (REPOSITORY / folder).glob("*.py")
+)
 OF_HYDRA = ("train.py", "predict.py", "scripts/measure_overlap.py")
 
 # Runs one command in a process of its own and says on stderr what it imported, and how often stores were copied.
@@ -43,6 +45,7 @@ def spied(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("command", OF_HYDRA)
+@pytest.mark.sample(1)
 def test_a_help_page_imports_nothing_heavy_and_copies_no_store(command: str):
     done = spied(command, "--help")
     assert done.returncode == 0, done.stderr
@@ -69,6 +72,7 @@ def test_a_store_is_not_copied_and_what_it_gives_out_is():
     assert store.load("schema/root.yaml").node is not store.load("schema/root.yaml").node
 
 
+@pytest.mark.full
 def test_a_page_of_hydra_still_lists_all_groups():
     page = spied("train.py", "--hydra-help").stdout
     assert "hydra/launcher: basic" in page and "ranks" in page
@@ -84,20 +88,20 @@ def test_completion_goes_the_same_short_way(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("columns", ["80", "250"])
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if f"scripts/{name}" not in OF_HYDRA])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in OF_HYDRA])
 def test_helps_of_scripts_fit(
     name: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
-        script(f"scripts/{name}").main()
+        script(name).main()
     assert end.value.code == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
 
 
-def test_every_command_answers_ctrl_c_before_it_imports_anything_else():
-    for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]:
+def test_every_tool_answers_ctrl_c_before_it_imports_anything_else():
+    for path in (REPOSITORY / "tools").glob("*.py"):
         body = ast.parse(path.read_text()).body[1:]  # behind the docstring
         first = body[1] if isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__" else body[0]
         assert "interrupt.leave_at_once()" in ast.unparse(first), path

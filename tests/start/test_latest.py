@@ -94,15 +94,15 @@ def test_the_command_line_gets_folders(logs: Path):
 @pytest.mark.parametrize(
     ("name", "argv"),
     [
-        ("plot_loss", ["latest", "--out", "x.png"]),
-        ("plot_load", ["latest"]),
-        ("compare", ["latest"]),
-        ("render_readme", ["--run", "latest"]),
+        ("scripts/plot_loss.py", ["latest", "--out", "x.png"]),
+        ("scripts/plot_load.py", ["latest"]),
+        ("scripts/compare.py", ["latest"]),
+        ("tools/render_readme.py", ["--run", "latest"]),
     ],
 )
 def test_scripts_take_it(name: str, argv: list[str], logs: Path, capsys: pytest.CaptureFixture):
-    assert script(f"scripts/{name}.py").main(argv) == 2  # the run is empty
-    found = "train/multiruns/2026-12-01/10-00-00-000000" if name == "compare" else "study/runs/2026-12-01"
+    assert script(name).main(argv) == 2  # the run is empty
+    found = "train/multiruns/2026-12-01/10-00-00-000000" if "compare" in name else "study/runs/2026-12-01"
     assert found in capsys.readouterr().err.splitlines()[0]
 
 

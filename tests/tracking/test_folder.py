@@ -138,8 +138,17 @@ def test_env_names_versions_and_the_environment_that_matters(tmp_path, monkeypat
     assert "secret" not in run.env_path.read_text()
     # No host name, no user: run folders get shared.
     assert set(env) == {
-        *("started", "command", "python", "platform", "cpu", "cpu_count"),
-        *("versions", "commit", "dirty", "environment", "previous"),
+        "started",
+        "command",
+        "python",
+        "platform",
+        "cpu",
+        "cpu_count",
+        "versions",
+        "commit",
+        "dirty",
+        "environment",
+        "previous",
     }
 
 

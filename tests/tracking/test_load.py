@@ -5,7 +5,7 @@ from sidestream.tracking import names
 from sidestream.tracking.load import load_metrics
 
 
-def test_j5_load_of_experts_and_of_ranks():
+def test_load_of_experts_and_of_ranks():
     metrics = load_metrics(np.array([[6, 1, 1, 0]]), num_ranks=2)
     assert metrics[names.LOAD] == 3.0
     assert metrics[names.RANK_LOAD] == 1.75  # 7 and 1

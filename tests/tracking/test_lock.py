@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import resume
 from sidestream.launch.record import Launch
 from sidestream.tracking import lock

@@ -73,6 +73,7 @@ def test_other_ranks_write_nothing_and_accept_everything(tmp_path, logger):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_jobs_of_one_process_are_runs_of_their_own_and_a_resume_continues_one(tmp_path, monkeypatch):
     import wandb
 

@@ -1,20 +1,6 @@
-import importlib.util
-from pathlib import Path
-
-import pytest
-
+from sidestream.commands import plot_loss
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.result import Baselines, Metrics, RunResult
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_loss.py"
-
-
-@pytest.fixture(scope="module")
-def plot_loss():
-    spec = importlib.util.spec_from_file_location("plot_loss", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_run(path, *, dispatcher, checksum="a"):
@@ -30,7 +16,7 @@ def make_run(path, *, dispatcher, checksum="a"):
     return path
 
 
-def test_draws_two_runs_and_the_baselines(plot_loss, tmp_path):
+def test_draws_two_runs_and_the_baselines(tmp_path):
     folders = [make_run(tmp_path / name, dispatcher=name) for name in ("local", "alltoall")]
     runs = [plot_loss.read_run(folder) for folder in folders]
     names = plot_loss.labels(folders, runs)
@@ -49,12 +35,12 @@ def test_draws_two_runs_and_the_baselines(plot_loss, tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_still_trains_can_be_drawn(plot_loss, tmp_path):
+def test_a_run_that_still_trains_can_be_drawn(tmp_path):
     RunFolder(tmp_path / "run").append_metrics({"step": 1, "progress/tokens": 8, "train/loss": 5.0})
     assert plot_loss.main([str(tmp_path / "run"), "--out", str(tmp_path / "loss.png")]) == 0
 
 
-def test_runs_on_different_data_and_folders_without_a_run_are_refused(plot_loss, tmp_path, capsys):
+def test_runs_on_different_data_and_folders_without_a_run_are_refused(tmp_path, capsys):
     one = make_run(tmp_path / "one", dispatcher="local")
     two = make_run(tmp_path / "two", dispatcher="local", checksum="b")
     for folders in ([one, two], [tmp_path / "absent"]):

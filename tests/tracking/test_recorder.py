@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sidestream.lightning import recorder as module
-from sidestream.lightning.recorder import Recorder, Sizes
+from sidestream.lightning.recorder import Recorder, RunSizes
 from sidestream.parallel.step import StepReport
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.machine import Peak
@@ -19,7 +19,7 @@ def clock(monkeypatch):
 
 def make(tmp_path, *, every=4, max_steps=20, flops=1e9):
     progress = SimpleNamespace(show=lambda *a: None, show_validation=lambda *a: None)
-    sizes = Sizes(
+    sizes = RunSizes(
         tokens_per_step=100, flops_per_token=1e6, expert_parallel_size=2, max_steps=max_steps, every=every
     )
     return Recorder(

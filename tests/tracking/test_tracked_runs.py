@@ -37,6 +37,7 @@ def records(folder):
         (["trainer.precision=bf16-mixed", "data.micro_batch_size=2", "trainer.peak_tflops=null"], 2),
     ],
 )
+@pytest.mark.sample(2)
 def test_every_record_has_the_same_names_in_every_configuration(options, world, tmp_path):
     fit(tmp_path, *options, "trainer.max_steps=2", world=world, picture=True)
     training, validation = records(tmp_path)
@@ -79,7 +80,8 @@ def test_metrics_agree_with_each_other(tmp_path):
     assert names.Z_LOSS not in head
 
 
-def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
+@pytest.mark.full
+def test_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_marked(tmp_path):
     for job in (0, 1):
         fit(tmp_path / str(job), *WANDB, f"seed={job}", picture=True)
     with pytest.raises(AssertionError, match=r"is (nan|inf); lower optimizer\.lr"):
@@ -107,7 +109,7 @@ def test_i2_jobs_in_one_process_give_one_wandb_run_each_and_a_failed_one_is_mark
 
 
 @pytest.mark.parametrize("crashed", [pytest.param(False, marks=pytest.mark.full), True])
-def test_i4_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path, crashed):
+def test_a_resume_continues_the_wandb_run_and_no_step_is_there_twice(tmp_path, crashed):
     if crashed:  # 6 steps were logged, the newest checkpoint is of step 3
         fit(tmp_path, *WANDB, "callbacks.checkpoint.every_n_steps=3", picture=True)
         (tmp_path / "checkpoints" / "step-00000006").rename(tmp_path / "gone")

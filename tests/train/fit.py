@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
+from sidestream.config.layout import Layout
 from sidestream.launch import entry, stopping
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv

@@ -17,7 +17,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
+from sidestream.config.layout import Layout
 from sidestream.launch import entry, resume
 from sidestream.launch.record import RESOLVED, Launch
 from sidestream.tracking.integrity import checkpoints, step_of
@@ -28,13 +29,28 @@ STEPS, SAVED = 6, 3
 
 # Two blocks, one of them with experts, of width 16; a schedule in the middle of its warm-up at the checkpoint.
 MICRO = [
-    *("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2"),
-    *("model.ffn_hidden_size=16", "model.num_experts=4", "model.expert_hidden_size=16"),
-    *("data=text", "data.val_fraction=0.2", "data.seq_length=8", "data.global_batch_size=4"),
-    *("trainer.accelerator=cpu", f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1"),
-    *("trainer.val_check_interval=100", "trainer.limit_val_batches=0", "trainer.pin_cpu=false"),
-    *("trainer.peak_tflops=null", "scheduler.warmup_steps=5", "callbacks.progress.enabled=false"),
-    *(f"callbacks.checkpoint.every_n_steps={SAVED}", "callbacks.checkpoint.keep_last=9"),
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.ffn_hidden_size=16",
+    "model.num_experts=4",
+    "model.expert_hidden_size=16",
+    "data=text",
+    "data.val_fraction=0.2",
+    "data.seq_length=8",
+    "data.global_batch_size=4",
+    "trainer.accelerator=cpu",
+    f"trainer.max_steps={STEPS}",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=100",
+    "trainer.limit_val_batches=0",
+    "trainer.pin_cpu=false",
+    "trainer.peak_tflops=null",
+    "scheduler.warmup_steps=5",
+    "callbacks.progress.enabled=false",
+    f"callbacks.checkpoint.every_n_steps={SAVED}",
+    "callbacks.checkpoint.keep_last=9",
 ]
 
 

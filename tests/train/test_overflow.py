@@ -13,13 +13,21 @@ from tests.train.fit import assert_same_run, fit
 
 # Everything that an attempt could change too early: bias, jitter and dropout draws, accumulation.
 STATEFUL = [
-    *("balance=bias", "balance.update_rate=0.01", "router.jitter=0.05", "model.dropout=0.1"),
-    *("data.micro_batch_size=2", "data.seq_length=128", "callbacks.checkpoint.keep_last=5"),
+    "balance=bias",
+    "balance.update_rate=0.01",
+    "router.jitter=0.05",
+    "model.dropout=0.1",
+    "data.micro_batch_size=2",
+    "data.seq_length=128",
+    "callbacks.checkpoint.keep_last=5",
 ]
 # The whole of `tiny`, as long as it takes to see the router move.
 TINY = [
-    *("model.hidden_size=128", "model.ffn_hidden_size=384", "model.expert_hidden_size=128"),
-    *("model.num_experts=8", "data.seq_length=256"),
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=384",
+    "model.expert_hidden_size=128",
+    "model.num_experts=8",
+    "data.seq_length=256",
 ]
 
 
@@ -47,6 +55,7 @@ def train(folder: Path, factor: float, *overrides: str, steps: int, dispatcher: 
         pytest.param("nccl_ep", 200, TINY, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_replayed_run_equals_one_with_a_large_budget(
     dispatcher: str, steps: int, size: list[str], tmp_path: Path
 ) -> None:

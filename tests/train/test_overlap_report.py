@@ -10,23 +10,27 @@ from sidestream import run
 from sidestream.config.errors import ConfigError
 from sidestream.tracking import names
 from sidestream.tracking.folder import RunFolder
-from sidestream.tracking.result import Overlap, RunResult
+from sidestream.tracking.result import OverlapResult, RunResult
 from tests.train.fit import compose_run, fit, losses, tensors
 
 # Everything a measurement could disturb: random numbers in the model, load statistics, a static budget, bytes.
 BUSY = [
-    *("overlap=shortcut", "dispatcher=nccl_ep", "dispatcher.capacity_factor=1.1", "link=throttled"),
-    *(
-        "link.gbps=1",
-        "model.dropout=0.1",
-        "router.jitter=0.1",
-        "balance=bias",
-        "balance.z_loss_coefficient=0.01",
-    ),
-    *("data.micro_batch_size=2", "trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=5"),
+    "overlap=shortcut",
+    "dispatcher=nccl_ep",
+    "dispatcher.capacity_factor=1.1",
+    "link=throttled",
+    "link.gbps=1",
+    "model.dropout=0.1",
+    "router.jitter=0.1",
+    "balance=bias",
+    "balance.z_loss_coefficient=0.01",
+    "data.micro_batch_size=2",
+    "trainer.max_steps=5",
+    "callbacks.checkpoint.every_n_steps=5",
 ]
 
 
+@pytest.mark.full
 def test_a_run_is_bit_identical_with_and_without_it(tmp_path: Path):
     off = fit(tmp_path / "off", *BUSY)[0]
     on = fit(tmp_path / "on", *BUSY, "callbacks.overlap_report.every_n_steps=2", "logger=csv")[0]
@@ -66,7 +70,11 @@ def test_a_run_is_bit_identical_with_and_without_it(tmp_path: Path):
     [("shortcut", True, True), ("shortcut", False, False), ("none", True, False)],
 )
 def test_a_run_says_at_its_end_what_it_measured(overlap: str, measured: bool, shown: bool):
-    figures = Overlap(serial_ms=105.0, overlapped_ms=65.0, e_hide=0.9, bound=1.0) if measured else Overlap()
+    figures = (
+        OverlapResult(serial_ms=105.0, overlapped_ms=65.0, e_hide=0.9, bound=1.0)
+        if measured
+        else OverlapResult()
+    )
     line = run._overlap_line(RunResult(status="finished", choices={"overlap": overlap}, overlap=figures))
     wanted = "overlap of one MoE unit: 105.0 ms serial, 65.0 ms overlapped; E_hide 0.90, at most 1.00"
     assert line == (f"{wanted} with this schedule" if shown else None)

@@ -54,6 +54,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sample(1)
 def test_resumed_serially_late_or_from_another_slot_a_run_is_the_same(
     shortcut_run: Path, switches: list[str], tmp_path: Path
 ) -> None:

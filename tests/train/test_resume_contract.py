@@ -16,8 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from sidestream.config import schema
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.resume_contract import OWN_KEYS, RULES
 from sidestream.launch import resume
 from sidestream.launch.record import RESOLVED, Launch
@@ -150,23 +150,35 @@ TRIED: dict[str, Tried] = {
 }
 # Whose update is another one: the bits differ from the next step on.
 OTHER_BITS = {
-    *("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum"),
-    *("trainer.gradient_clip_val", "scheduler.warmup_steps", "scheduler.min_ratio", "scheduler._target_"),
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.momentum",
+    "trainer.gradient_clip_val",
+    "scheduler.warmup_steps",
+    "scheduler.min_ratio",
+    "scheduler._target_",
     "trainer.precision",
 }
 # No rank computes with them. Where they are read is tested elsewhere.
 NOT_TRAINED_WITH = {
-    *("strategy._target_", "strategy.reshard_after_forward"),  # below, with a config of their own
-    *("trainer.devices", "trainer.num_nodes", "trainer.threads_per_rank", "trainer.pin_cpu"),  # the launcher
-    *(
-        "trainer.peak_tflops",
-        "callbacks.progress.enabled",
-        "paths.log_dir",
-        "paths.cache_dir",
-        "name",
-        "debug",
-    ),
-    *("resume", "trusted_targets", "initial_weights", "graph.lint"),  # `CASES` has the last two
+    "strategy._target_",
+    "strategy.reshard_after_forward",  # below, with a config of their own
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.threads_per_rank",
+    "trainer.pin_cpu",  # the launcher
+    "trainer.peak_tflops",
+    "callbacks.progress.enabled",
+    "paths.log_dir",
+    "paths.cache_dir",
+    "name",
+    "debug",
+    "resume",
+    "trusted_targets",
+    "initial_weights",
+    "graph.lint",  # `CASES` has the last two
     *(key for key in RULES if key.startswith(("logger.", "predict."))),
 }
 # Of this command, or in `CASES`, or never taken from a folder.
@@ -261,6 +273,7 @@ def resumed(place: Path, straight: dict[str, Ended]) -> dict[str, tuple[list[str
 
 
 @pytest.mark.parametrize("key", TRIED)
+@pytest.mark.full
 def test_a_change_does_what_the_contract_says(
     key: str, straight: dict[str, Ended], resumed: dict[str, tuple[list[str], Any]], place: Path
 ) -> None:

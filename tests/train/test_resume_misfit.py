@@ -48,6 +48,7 @@ def resumed(place: Path, name: str, folder: Path, **keys: Any) -> Any:
     return config(place, options=options, **{**given, "resume": str(folder), **keys})
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_does_not_fit_is_one_line(place: Path) -> None:
     cases = []
     for number, (name, other, _) in enumerate(MISFITS):

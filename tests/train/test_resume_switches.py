@@ -62,6 +62,7 @@ def hold(place: Path, rates: str, pairs: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("rates", RATES)
+@pytest.mark.full
 def test_a_switch_on_resume_changes_no_bit(rates: str, tmp_path: Path) -> None:
     # Half of them under each schedule; `full` has all under both.
     hold(tmp_path, rates, SAMPLED[list(RATES).index(rates) :: len(RATES)])

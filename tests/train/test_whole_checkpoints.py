@@ -87,6 +87,7 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(straight: Path, tmp_p
 
 
 @pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.sample(1)
 def test_a_run_with_all_its_steps_is_finished_and_not_trained(
     straight: Path, tmp_path: Path, validated: bool
 ) -> None:

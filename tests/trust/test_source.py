@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "src").rglob("*.py")])
+FILES = sorted(
+    [
+        *ROOT.glob("*.py"),
+        *(path for folder in ("scripts", "src", "tools") for path in (ROOT / folder).rglob("*.py")),
+    ]
+)
 
 FORBIDDEN = {
     "eval",
@@ -40,7 +45,7 @@ ALLOWED = {
     ("data/tokenizer.py", "__import__"),  # of two names in the code
 }
 # Configs of this repository, or of a folder that the user typed with -cd: read by Hydra in any case.
-CONFIGS = {"config/keys.py", "measure/cluster.py", "predict/here.py", "doctor.py"}
+CONFIGS = {"config/keys.py", "measure/cluster.py", "predict/here.py", "commands/doctor.py"}
 
 
 def name_of(node: ast.expr) -> str:

@@ -81,7 +81,7 @@ def sweep_folder(folder: Path, task: list[str], of_hydra: list[str]) -> Path:
     folder.mkdir()
     hydra = {
         "overrides": {"task": task, "hydra": of_hydra},
-        "job": {"config_name": Path(sweeps.arguments.script()).stem},
+        "job": {"config_name": sweeps.cli.module()},
         "runtime": {"config_sources": []},
     }
     (folder / "multirun.yaml").write_text(OmegaConf.to_yaml({"hydra": hydra}))
@@ -224,6 +224,7 @@ def test_trust_in_a_file_is_not_believed(
         ),
     ],
 )
+@pytest.mark.sample(5)
 def test_hydra_builds_and_does_nothing_for_a_file(
     text: str, key: str, tmp_path: Path, compose: Callable[..., DictConfig]
 ) -> None:

@@ -151,6 +151,7 @@ class RanksLauncher(Launcher):
 
     def _command(self, job: "Job") -> list[str]:
         """Makes the folder of a job ready and returns the command line that runs it there."""
+        from sidestream import cli
         from sidestream.launch import arguments, resume, sweeps
         from sidestream.tracking import lock
 
@@ -159,8 +160,7 @@ class RanksLauncher(Launcher):
         hydra = [part for part in self.config.hydra.overrides.hydra if not part.startswith(_OF_THE_SWEEP)]
         key = "resume" if job.from_checkpoint else "hydra.run.dir"
         return [
-            sys.executable,
-            arguments.script(),
+            *cli.again(),
             *arguments.config_flags(sys.argv[1:]),
             *job.overrides,
             *hydra,

@@ -36,8 +36,17 @@ FOLLOWS = {
 
 # Where files lie and what is shown on the screen.
 _PLACES = (
-    *("name", "debug", "resume", "paths", "logger", "hydra", "trusted_targets", "data.cache_dir"),
-    *("callbacks.progress", "measure.out", "measure.trace"),
+    "name",
+    "debug",
+    "resume",
+    "paths",
+    "logger",
+    "hydra",
+    "trusted_targets",
+    "data.cache_dir",
+    "callbacks.progress",
+    "measure.out",
+    "measure.trace",
 )
 # `auto` and `2` are two spellings of one number; the facts say what it was.
 _SAID_BY_FACTS = ("trainer.accelerator", "trainer.devices", "strategy.expert_parallel_size")
@@ -70,16 +79,14 @@ def _transport(run: Run) -> Any:
 
 
 _OF_RESULT = (
-    *(
-        "device",
-        "world_size",
-        "expert_parallel_size",
-        "transport",
-        "link",
-        "precision",
-        "data_checksum",
-        "commit",
-    ),
+    "device",
+    "world_size",
+    "expert_parallel_size",
+    "transport",
+    "link",
+    "precision",
+    "data_checksum",
+    "commit",
 )
 FACTS: Mapping[str, Callable[[Run], Any]] = {
     **{key: _fact(key) for key in _OF_RESULT},

@@ -206,14 +206,12 @@ def _told(arm: Arm, run: Run) -> str:
 def _loads(comparison: Comparison, load_maps: Mapping[str, bytes]) -> str:
     figures = [
         _figure(
-            *(
-                comparison,
-                arm,
-                load_maps[arm.name],
-                "image/png",
-                f"seed {arm.runs[0].seed}",
-                "Load of the experts of",
-            )
+            comparison,
+            arm,
+            load_maps[arm.name],
+            "image/png",
+            f"seed {arm.runs[0].seed}",
+            "Load of the experts of",
         )
         for arm in comparison.arms
         if arm.name in load_maps

@@ -87,6 +87,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Of the values that are there, None without any."""
+    """The median of the values that are there; None without any."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

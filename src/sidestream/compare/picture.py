@@ -70,7 +70,8 @@ def _draw_losses(axes: Axes, all_figures: Sequence[Figures], color: dict[str, di
     for of in all_figures:
         curve, name = of.curves[shown], of.arm.name
         axes.plot(
-            *(curve.tokens, curve.mean),
+            curve.tokens,
+            curve.mean,
             zorder=3 if of.flat["baseline"] else 2,  # an arm with the same loss stays visible below it
             **color[name],
             linewidth=1.8,

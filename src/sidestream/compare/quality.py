@@ -116,8 +116,13 @@ def markdown(record: dict[str, Any]) -> str:
         mean = "baseline" if arm == BASELINE else f"{found.mean:+.4f}" if found else "-"
         limits = f"{found.low:+.4f} to {found.high:+.4f}" if found and found.low is not None else "-"
         cells = (
-            *(f"`{arm}`", f"{len(losses)} of {PLANNED[arm]}", f"{params:,}", f"{flops / 1e6:.2f} M"),
-            *(f"{statistics.fmean(losses.values()):.4f}{spread}", mean, limits),
+            f"`{arm}`",
+            f"{len(losses)} of {PLANNED[arm]}",
+            f"{params:,}",
+            f"{flops / 1e6:.2f} M",
+            f"{statistics.fmean(losses.values()):.4f}{spread}",
+            mean,
+            limits,
         )
         rows.append(cells)
     told = [_claim(record, arm) for arm in CLAIMED]

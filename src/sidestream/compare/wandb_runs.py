@@ -16,16 +16,15 @@ from sidestream.tracking.wandb_mode import check_folder
 
 # Beside the config in what the logger sends, see `sidestream.run`.
 _IDENTITY = (
-    *(
-        "world_size",
-        "expert_parallel_size",
-        "expert_data_parallel_size",
-        "commit",
-        "torch",
-        "gpu",
-        "overrides",
-    ),
-    *("data_checksum", "choices"),
+    "world_size",
+    "expert_parallel_size",
+    "expert_data_parallel_size",
+    "commit",
+    "torch",
+    "gpu",
+    "overrides",
+    "data_checksum",
+    "choices",
 )
 _METRICS = {
     "train_loss": names.TRAIN_LOSS,

@@ -26,7 +26,7 @@ class Library:
     """A library that moves rows between ranks, and what it needs of a machine.
 
     Attributes:
-        name: As its authors write it.
+        name: The library's name as its authors write it.
         modules: What must be importable; the first is the library itself.
         symbol: Class that the package must have: two libraries install under one name.
         install: Commands that install it.
@@ -96,9 +96,9 @@ class Machine:
     """What is known of a machine without starting anything on it.
 
     Attributes:
-        device_type: Of the ranks: `cpu` or `cuda`.
+        device_type: Where the ranks compute: `cpu` or `cuda`.
         gpus: NVIDIA GPUs that torch would see.
-        gpu_names: Of the installed ones, without repetition.
+        gpu_names: Names of the installed GPUs, without repetition.
         capability: Compute capability of the GPUs; None if unknown, or if they differ.
         modules: Of what `LIBRARIES` name, what is here: modules that can be imported, and `module.symbol` for
             classes found in their source text.
@@ -106,7 +106,7 @@ class Machine:
         nvcc_variables: Environment variables that name another compiler which exists.
         nccl: Version of the NCCL wheel; None: no wheel, then torch's build decides.
         nccl_wheel: Name of that wheel, or of the one to install.
-        platform: As `sys.platform`.
+        platform: `sys.platform`.
         torch: Version of torch; None if it is not installed.
     """
 
@@ -162,7 +162,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Availability:
     """Whether an option runs on a machine.
 
     Attributes:
@@ -177,11 +177,11 @@ class Verdict:
 
 def verdict(
     group: str, option: str, *, machine: Machine, transport: str | None = None, ranks: int | None = None
-) -> Verdict:
+) -> Availability:
     """Says whether an option of a config group runs on a machine.
 
     Args:
-        group: Such as `dispatcher`.
+        group: A config group, such as `dispatcher`.
         option: Its name; with `transport=library` a key of `LIBRARIES`.
         machine: What is there.
         transport: `library` or `torch`, of a dispatcher that has both.
@@ -190,7 +190,7 @@ def verdict(
     if transport == "library":
         return _library(LIBRARIES[option], machine, machine.gpus if ranks is None else ranks)
     look = REMARKS.get((group, option))
-    return Verdict(True) if look is None else look(machine)
+    return Availability(True) if look is None else look(machine)
 
 
 def takes_library(wanted: str, option: str, *, machine: Machine, ranks: int | None = None) -> bool:
@@ -204,7 +204,7 @@ def takes_library(wanted: str, option: str, *, machine: Machine, ranks: int | No
     return wanted == "library" or (wanted == "auto" and there and several)
 
 
-def _library(library: Library, machine: Machine, ranks: int) -> Verdict:
+def _library(library: Library, machine: Machine, ranks: int) -> Availability:
     refusal = (
         _hardware(library, machine, ranks)
         or _software(library, machine)
@@ -213,12 +213,12 @@ def _library(library: Library, machine: Machine, ranks: int) -> Verdict:
     )
     if refusal is not None:
         return refusal
-    return Verdict(
+    return Availability(
         True, "what it needs is here; this adapter ran only against a double of the library so far"
     )
 
 
-def _hardware(library: Library, machine: Machine, ranks: int) -> Verdict | None:
+def _hardware(library: Library, machine: Machine, ranks: int) -> Availability | None:
     if machine.device_type != "cuda":
         why = f"{library.name} moves rows between NVIDIA GPUs, and the ranks are on the CPU"
     elif not machine.platform.startswith("linux"):
@@ -230,10 +230,10 @@ def _hardware(library: Library, machine: Machine, ranks: int) -> Verdict | None:
         why = f"{library.name} needs {library.min_ranks} or more expert-parallel ranks, there is {ranks}"
     else:
         return None
-    return Verdict(False, why, TO_TORCH)
+    return Availability(False, why, TO_TORCH)
 
 
-def _software(library: Library, machine: Machine) -> Verdict | None:
+def _software(library: Library, machine: Machine) -> Availability | None:
     install = library.install.format(nccl=machine.nccl_wheel)
     missing = [name for name in library.modules if name not in machine.modules]
     if missing:
@@ -250,7 +250,7 @@ def _software(library: Library, machine: Machine) -> Verdict | None:
     return _to_install(why, f"pip uninstall {library.module} && {install}")
 
 
-def _nccl_version(library: Library, machine: Machine) -> Verdict | None:
+def _nccl_version(library: Library, machine: Machine) -> Availability | None:
     if library.nccl is None or machine.nccl is None:
         return None
     found = tuple(int(part) for part in re.findall(r"\d+", machine.nccl)[:3])
@@ -265,35 +265,35 @@ def _nccl_version(library: Library, machine: Machine) -> Verdict | None:
     return _to_install(why, f'pip install --no-deps "{wanted}"')
 
 
-def _compiler(library: Library, machine: Machine) -> Verdict | None:
+def _compiler(library: Library, machine: Machine) -> Availability | None:
     if machine.nvcc is not None or machine.nvcc_variables.intersection(library.nvcc_variables):
         return None
     why = f"{library.name} compiles its kernels when they are first used, and there is no nvcc"
-    return Verdict(False, why, f"set CUDA_HOME to a CUDA toolkit, or {TO_TORCH}")
+    return Availability(False, why, f"set CUDA_HOME to a CUDA toolkit, or {TO_TORCH}")
 
 
-def _to_install(why: str, commands: str) -> Verdict:
-    return Verdict(False, why, f"run {commands}, or {TO_TORCH}")
+def _to_install(why: str, commands: str) -> Availability:
+    return Availability(False, why, f"run {commands}, or {TO_TORCH}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _grouped(machine: Machine) -> Verdict:
+def _grouped(machine: Machine) -> Availability:
     """torch's grouped product has a kernel without a host read for bf16 from Hopper on, and a loop for the rest."""
     if machine.device_type != "cuda":
-        return Verdict(True)
+        return Availability(True)
     if machine.capability is not None and machine.capability < HOPPER:
         found = _dotted(machine.capability)
-        return Verdict(
+        return Availability(
             True, f"reads sizes on the host: compute capability {found}, the fast kernel needs 9.0"
         )
-    return Verdict(True, "without a host read for bf16 rows only", "set trainer.precision=bf16-mixed")
+    return Availability(True, "without a host read for bf16 rows only", "set trainer.precision=bf16-mixed")
 
 
 # Options that run everywhere need no row.
-REMARKS: dict[tuple[str, str], Callable[[Machine], Verdict]] = {("fusion", "grouped"): _grouped}
+REMARKS: dict[tuple[str, str], Callable[[Machine], Availability]] = {("fusion", "grouped"): _grouped}
 
 
 def _gpu_models() -> tuple[tuple[str, ...], tuple[int, int] | None]:

@@ -2,7 +2,6 @@
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +15,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.config.fusion_check import check_fusion
 from sidestream.config.graph_check import check_graph
 from sidestream.config.keys import check_keys
+from sidestream.config.layout import Layout
 from sidestream.config.measure_check import check_measure
 from sidestream.config.model_check import check_model, moe_blocks
 from sidestream.config.overlap_check import check_overlap
@@ -23,27 +23,6 @@ from sidestream.config.predict_check import check_for_training
 from sidestream.config.routing_check import SHIPPED, check_routing
 from sidestream.config.trust import check_targets
 from sidestream.convert.start import check_weights
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What follows from the config and the number of ranks; never in YAML.
-
-    Attributes:
-        local_world_size: Ranks on this machine.
-        expert_data_parallel_size: Copies of each expert.
-        micro_batch_size: Sequences per rank in one forward pass.
-        accumulation: Forward passes per optimizer step.
-        device_type: `cpu` or `cuda`.
-    """
-
-    world_size: int
-    local_world_size: int
-    expert_parallel_size: int
-    expert_data_parallel_size: int
-    micro_batch_size: int
-    accumulation: int
-    device_type: str
 
 
 def check(
@@ -60,7 +39,7 @@ def check(
     Args:
         cfg: The root config.
         world_size: Ranks that exist already (torchrun); None lets the config decide.
-        local_world_size: Of these, the ranks on this machine; None means world_size / num_nodes.
+        local_world_size: How many of these ranks are on this machine; None means world_size / num_nodes.
         device_count: GPUs of this machine; None counts them.
         machine: Where the ranks run, if not here.
         predicts: Nothing is trained, so what cannot be is allowed.

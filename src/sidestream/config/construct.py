@@ -15,7 +15,7 @@ _OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 def construct(group: str, node: DictConfig, cfg: DictConfig, *, partial: bool = False, **kwargs: Any) -> Any:
     """Calls what an option names with the option's keys; plain containers, no OmegaConf objects in them.
 
-    As `hydra.utils.instantiate`, which evaluates `${...}` a second time: text of a user that says so would be changed.
+    In place of `hydra.utils.instantiate`, which evaluates `${...}` a second time and so would change a user's text.
 
     Args:
         node: The option, with its `_target_`.

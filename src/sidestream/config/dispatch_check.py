@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,9 +13,7 @@ from sidestream.config.availability import LIBRARIES, TO_TORCH, Machine, takes_l
 from sidestream.config.capabilities import CAPABILITIES
 from sidestream.config.errors import ConfigError
 from sidestream.config.graph_check import is_step
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 
 MXFP8_BLOCK = 32  # values that share a scale
 NATIVE_LINK = "sidestream.exchange.link.NativeLink"
@@ -70,7 +67,7 @@ def check_dispatch(cfg: DictConfig, layout: Layout, *, machine: Machine | None =
 
     Args:
         cfg: The root config.
-        layout: Of the ranks.
+        layout: How many ranks there are, and how they share experts.
         machine: Where they run; None looks at this one, if it matters.
 
     Raises:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
-from sidestream.config.mok_limits import Sizes, first_violation
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
+from sidestream.config.mok_limits import MoKSizes, first_violation
 
 MEGA = "sidestream.fusion.mega.fused.MegaExperts"
 NONE = "sidestream.dispatch.none.NoDispatcher"
@@ -107,7 +105,7 @@ def _check_mok(cfg: DictConfig, layout: Layout) -> None:
     model = cfg.model
     width = model.expert_hidden_size
     violation = first_violation(
-        Sizes(
+        MoKSizes(
             ranks=layout.expert_parallel_size,
             tokens=layout.micro_batch_size * cfg.data.seq_length,
             sequence=cfg.data.seq_length,

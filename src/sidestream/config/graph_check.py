@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from sidestream.config.capabilities import CAPABILITIES, capabilities
 from sidestream.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 
 FACTOR = 1.5  # that the flagship command uses
 

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 
 from hydra._internal.hydra import Hydra  # the only place that lists groups for a help page
@@ -9,29 +10,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 
+from sidestream import cli
+from sidestream.config.schema import Root
 from sidestream.tracking.untrusted import printable
 
 WIDTH = 100
 
 GROUPS = {
-    "model": "the transformer and where its experts are",
-    "router": "which experts a token goes to",
-    "balance": "what keeps the experts equally busy",
-    "dispatcher": "how token rows travel to the ranks of their experts",
-    "fusion": "how the experts of a rank are computed",
-    "overlap": "what is computed while rows travel",
-    "graph": "recording and replaying a whole step",
-    "link": "the wire that exchanges see",
-    "strategy": "process groups and gradient reduction",
-    "optimizer": "the update",
-    "scheduler": "the learning rate over the steps",
-    "data": "what is trained on, batch sizes",
-    "trainer": "devices, steps, precision",
-    "callbacks": "progress display and checkpoints",
-    "logger": "where metrics are mirrored",
-    "paths": "folders",
-    "cluster": "a machine that predict.py knows",
-    "predict": "what predict.py takes beside the other groups",
+    **{item.name: item.metadata["meaning"] for item in fields(Root) if "group" in item.metadata},
     "experiment": "recipes that set several of these; none by default",
     "arm": "one side of a comparison: what it sets; none by default",
 }
@@ -85,7 +71,7 @@ def help_text(command: str = "train", choices: Mapping[str, str | None] | None =
     header = {"train": HEADER, "predict": PREDICT_HEADER}[command]
     footer = FOOTER.replace("train.py", f"{command}.py")
     page = "\n".join([header, GROUPS_HEADER, *lines, "", footer])
-    return page.replace("$", "$$")  # Hydra passes it through string.Template
+    return cli.spelled(page).replace("$", "$$")  # Hydra passes it through string.Template
 
 
 def list_options_once() -> None:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.config.schema import SCHEMAS, known_keys, options_with
 
@@ -182,7 +183,7 @@ def unknown_key(key: str, value: object, siblings: Iterable[str] = ()) -> Config
         return ConfigError(key, value, why, expected=expected, fix=f"{group}={options[0]}")
     near = nearest(key, siblings)
     if not near:
-        listing = "one of the keys of `python train.py --cfg job`"
+        listing = cli.spelled("one of the keys of `python train.py --cfg job`")
         return ConfigError(key, value, "no such key", expected=listing, fix=f"remove {key}")
     shown = "<value>" if isinstance(value, dict | list | None) or value == "..." else f"{value}"
     return ConfigError(

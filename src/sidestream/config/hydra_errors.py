@@ -14,6 +14,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.config.hints import nearest_option, unknown_key
 from sidestream.config.schema import SCHEMAS, optional_parts
@@ -102,7 +103,9 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
     if isinstance(error, InterpolationKeyError) and error.full_key:
         why = message.partition("\n")[0]
         expected = "an existing key inside ${...}"
-        return ConfigError(error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=_SEE)
+        return ConfigError(
+            error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=cli.spelled(_SEE)
+        )
     if found := _UNKNOWN.search(message):
         return unknown_key(found.group(1), typed.get(found.group(1), "..."))
     return None

@@ -1,16 +1,15 @@
 """Checks of single keys: unknown, renamed, missing or out of range. Cross checks are in compatibility.py."""
 
 from dataclasses import Field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.hints import RENAMED, nearest_value, unknown_key
+from sidestream.config.place import CONF
 from sidestream.config.schema import SCHEMAS, Root
 
-CONF = Path(__file__).parents[3] / "conf"
 # Where a schema says nothing else. Beyond these something overflows: a C integer, a time, a float's range.
 LARGEST_INTEGER, LARGEST_NUMBER = 2**31 - 1, 1e12
 _FIRST = [

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.model_check import moe_blocks
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
 
 # Slots are searched and libraries warm up before.
 WARM_STEPS = 10

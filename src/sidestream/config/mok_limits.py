@@ -35,19 +35,19 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MoKSizes:
     """A layer and its ranks. None: not known here, and not checked.
 
     Attributes:
         ranks: That share the experts.
-        tokens: Of a rank in one call; every rank has as many.
+        tokens: Tokens of a rank in one call; every rank has as many.
         sequence: Length of a sequence where a call has whole ones, for the advice.
         experts: In total.
-        width: Of an expert.
+        width: Width of an expert.
         num_shared: Shared experts.
-        shared_width: Of all shared experts together.
+        shared_width: Width of all shared experts together.
         shared_gate: Tokens scale the shared expert's output.
-        precision: As `trainer.precision`, or the name of a dtype.
+        precision: A value of `trainer.precision`, or the name of a dtype.
         alignment: Rows per expert, as `fusion.alignment`.
         on_gpu: The ranks compute on NVIDIA GPUs.
         capability: Of these.
@@ -79,7 +79,7 @@ class Violation(NamedTuple):
     fix: str
 
 
-def first_violation(sizes: Sizes, tuning: Tuning | None = None) -> Violation | None:
+def first_violation(sizes: MoKSizes, tuning: Tuning | None = None) -> Violation | None:
     """The first limit of MoK that is passed: of the machine, the ranks, the model, the call, the tuning."""
     for check in (_machine, _ranks, _model, _shared, _call):
         for violation in check(sizes):
@@ -87,7 +87,7 @@ def first_violation(sizes: Sizes, tuning: Tuning | None = None) -> Violation | N
     return next(_tuning(Tuning() if tuning is None else tuning), None)
 
 
-def _machine(sizes: Sizes) -> Iterator[Violation]:
+def _machine(sizes: MoKSizes) -> Iterator[Violation]:
     names = " or ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
     expected = f"an NVIDIA GPU of compute capability {names}"
     if not sizes.on_gpu:
@@ -98,7 +98,7 @@ def _machine(sizes: Sizes) -> Iterator[Violation]:
         yield Violation("fusion.library", "mok", why, expected, UNFUSED)
 
 
-def _ranks(sizes: Sizes) -> Iterator[Violation]:
+def _ranks(sizes: MoKSizes) -> Iterator[Violation]:
     ranks, experts = sizes.ranks, sizes.experts
     if ranks not in RANKS:
         *most, last = (str(n) for n in RANKS)
@@ -117,7 +117,7 @@ def _ranks(sizes: Sizes) -> Iterator[Violation]:
         yield Violation("model.num_experts", experts, why, f"a multiple of {ranks}", fix)
 
 
-def _model(sizes: Sizes) -> Iterator[Violation]:
+def _model(sizes: MoKSizes) -> Iterator[Violation]:
     if not sizes.precision.removeprefix("torch.").startswith(("bf16", "bfloat16")):
         yield Violation(
             "trainer.precision",
@@ -140,7 +140,7 @@ def _model(sizes: Sizes) -> Iterator[Violation]:
         )
 
 
-def _shared(sizes: Sizes) -> Iterator[Violation]:
+def _shared(sizes: MoKSizes) -> Iterator[Violation]:
     count, width, shared = sizes.num_shared, sizes.width, sizes.shared_width
     expected = "one shared expert, as wide as a routed one"
     if count == 0:
@@ -159,7 +159,7 @@ def _shared(sizes: Sizes) -> Iterator[Violation]:
         yield Violation("model.shared_expert_gate", True, why, "a shared expert without a gate", fix)
 
 
-def _call(sizes: Sizes) -> Iterator[Violation]:
+def _call(sizes: MoKSizes) -> Iterator[Violation]:
     tokens, align = sizes.tokens, sizes.alignment
     if tokens < MIN_TOKENS or tokens % UNIT:
         yield Violation(
@@ -175,7 +175,7 @@ def _call(sizes: Sizes) -> Iterator[Violation]:
         )
 
 
-def _tokens_as_typed(sizes: Sizes) -> tuple[str, int]:
+def _tokens_as_typed(sizes: MoKSizes) -> tuple[str, int]:
     if sizes.sequence is None:
         return "tokens per rank", sizes.tokens
     return "data.micro_batch_size", sizes.tokens // sizes.sequence

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.model_check import moe_blocks
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
 
 _OWN = "sidestream.overlap."
 # Steps beside the routed path that a tap leaves, with the shared expert.
@@ -48,17 +46,17 @@ def _refuse(key: str, value: Any, why: str, *, expected: str, fix: str) -> Confi
 def _check_delay(cfg: DictConfig) -> None:
     if "grouped" not in str(cfg.fusion.get("_target_", "")):
         raise _refuse(
-            *("delay_wgrad", True, "these experts cannot put off their weight gradients"),
+            "delay_wgrad",
+            True,
+            "these experts cannot put off their weight gradients",
             expected="fusion=grouped",
             fix="fusion=grouped",
         )
     if "fully_shard" in str(cfg.strategy.get("_target_", "")):
         raise _refuse(
-            *(
-                "delay_wgrad",
-                True,
-                "strategy=fully_shard frees the experts' weights before the late gradient",
-            ),
+            "delay_wgrad",
+            True,
+            "strategy=fully_shard frees the experts' weights before the late gradient",
             expected="strategy=replicate",
             fix="overlap.delay_wgrad=false",
         )
@@ -67,7 +65,9 @@ def _check_delay(cfg: DictConfig) -> None:
 def _check_shared(cfg: DictConfig) -> None:
     if not cfg.model.num_shared_experts:
         raise _refuse(
-            *("", "shared_expert", "model.num_shared_experts=0: there is nothing to compute meanwhile"),
+            "",
+            "shared_expert",
+            "model.num_shared_experts=0: there is nothing to compute meanwhile",
             expected="a model with a shared expert, or another schedule",
             fix="overlap=chunked",
         )
@@ -77,7 +77,9 @@ def _check_chunks(cfg: DictConfig, layout: Layout) -> None:
     tokens = layout.micro_batch_size * cfg.data.seq_length
     if cfg.overlap.num_chunks > tokens:
         raise _refuse(
-            *("num_chunks", cfg.overlap.num_chunks, f"a micro-batch has only {tokens} tokens"),
+            "num_chunks",
+            cfg.overlap.num_chunks,
+            f"a micro-batch has only {tokens} tokens",
             expected=f"2 to {tokens}",
             fix="overlap.num_chunks=2",
         )
@@ -86,17 +88,17 @@ def _check_chunks(cfg: DictConfig, layout: Layout) -> None:
 def _check_halves(cfg: DictConfig, layout: Layout) -> None:
     if layout.micro_batch_size < 2:
         raise _refuse(
-            *("", "two_batch", "a micro-batch of one sequence has no two halves"),
+            "",
+            "two_batch",
+            "a micro-batch of one sequence has no two halves",
             expected="at least 2 sequences per rank and forward pass",
             fix="overlap=chunked",
         )
     if cfg.router.get("expert_capacity_factor") is not None:
         raise _refuse(
-            *(
-                "",
-                "two_batch",
-                "router.expert_capacity_factor is a share of the tokens routed together, here a half",
-            ),
+            "",
+            "two_batch",
+            "router.expert_capacity_factor is a share of the tokens routed together, here a half",
             expected="router.expert_capacity_factor=null",
             fix="overlap=chunked",
         )
@@ -107,7 +109,9 @@ def _check_tap(cfg: DictConfig, blocks: list[int]) -> None:
     without = [block for block in blocks if block == 0 or block - 1 in blocks]
     if overlap.tap in ("pos2", "pos3") and without:
         raise _refuse(
-            *("tap", overlap.tap, f"MoE block {without[0]} has no dense block in front of it to read in"),
+            "tap",
+            overlap.tap,
+            f"MoE block {without[0]} has no dense block in front of it to read in",
             expected="auto or pos1, or dense and MoE blocks in turn (model.moe_layers=2)",
             fix="overlap.tap=auto",
         )
@@ -116,7 +120,9 @@ def _check_tap(cfg: DictConfig, blocks: list[int]) -> None:
     steps -= bool(overlap.double_gating)
     if overlap.slot != "auto" and overlap.slot > steps:
         raise _refuse(
-            *("slot", overlap.slot, f"there are {steps} steps beside the routed path"),
+            "slot",
+            overlap.slot,
+            f"there are {steps} steps beside the routed path",
             expected=f"auto or 0 to {steps}",
             fix="overlap.slot=auto",
         )
@@ -125,7 +131,9 @@ def _check_tap(cfg: DictConfig, blocks: list[int]) -> None:
 def _check_mix(cfg: DictConfig) -> None:
     if cfg.overlap.mix != "add" and not cfg.model.num_shared_experts:
         raise _refuse(
-            *("mix", cfg.overlap.mix, "there is no shared expert to weigh against the routed ones"),
+            "mix",
+            cfg.overlap.mix,
+            "there is no shared expert to weigh against the routed ones",
             expected="add, or a model with a shared expert",
             fix="overlap.mix=add",
         )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from sidestream.config.dispatch_check import LIMITS
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.config.model_check import moe_blocks
-
-if TYPE_CHECKING:
-    from sidestream.config.compatibility import Layout
 
 # Keys of the group that say something when nothing is predicted, and what they are then.
 _DEFAULTS: dict[str, Any] = {

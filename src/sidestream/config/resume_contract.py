@@ -33,7 +33,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Case:
+class SpecialCase:
     """Another rule under a condition on the values before and after.
 
     Attributes:
@@ -154,10 +154,10 @@ def _either(key: str, *values: Any) -> Callable[[Flat, Flat], bool]:
     return lambda old, new: old.get(key) in values or new.get(key) in values
 
 
-def _drops(group: str) -> Case:
+def _drops(group: str) -> SpecialCase:
     rule = Rule("changes", "which rows are dropped")
     when = f"with `{group}.on_overflow=drop`"
-    return Case(when, _either(f"{group}.on_overflow", "drop"), rule)
+    return SpecialCase(when, _either(f"{group}.on_overflow", "drop"), rule)
 
 
 def _of_a_shortcut(old: Flat, new: Flat) -> bool:
@@ -168,36 +168,36 @@ def _of_plain_order(old: Flat, new: Flat) -> bool:
     return all(str(flat.get("overlap._target_")).endswith(_SAME_BITS) for flat in (old, new))
 
 
-CASES: dict[str, tuple[Case, ...]] = {
+CASES: dict[str, tuple[SpecialCase, ...]] = {
     "dispatcher.capacity_factor": (_drops("dispatcher"),),
     "fusion.capacity_factor": (_drops("fusion"),),
     "graph.lint": (
-        Case(
+        SpecialCase(
             "to true",
             lambda old, new: bool(new.get("graph.lint")),
             Rule("refused", "it ends a run after a few steps, which are no training"),
         ),
     ),
     "initial_weights": (
-        Case(
+        SpecialCase(
             "from null",
             lambda old, new: old.get("initial_weights") is None,
             Rule("refused", "the checkpoint has the weights that the run goes on with"),
         ),
     ),
     "optimizer.momentum": (
-        Case(
+        SpecialCase(
             "from 0",
             lambda old, new: not old.get("optimizer.momentum"),
             Rule("refused", "the checkpoint has no momentum to go on with"),
         ),
     ),
     "overlap._target_": (
-        Case("to or from `shortcut`", _of_a_shortcut, Rule("refused", _FUNCTION)),
-        Case("between `none` and `shared_expert`", _of_plain_order, Rule("free", _TIME)),
+        SpecialCase("to or from `shortcut`", _of_a_shortcut, Rule("refused", _FUNCTION)),
+        SpecialCase("between `none` and `shared_expert`", _of_plain_order, Rule("free", _TIME)),
     ),
     "trainer.precision": (
-        Case(
+        SpecialCase(
             "to or from bf16-true",
             _either("trainer.precision", "bf16-true"),
             Rule("refused", "the weights are kept in another precision"),
@@ -220,4 +220,4 @@ def rule_of(key: str, old: Flat, new: Flat) -> Rule:
     return known or (_UNKNOWN if key in new else _GONE)
 
 
-__all__ = ["CASES", "KINDS", "OWN_KEYS", "RULES", "Case", "Flat", "Kind", "Rule", "rule_of"]
+__all__ = ["CASES", "KINDS", "OWN_KEYS", "RULES", "Flat", "Kind", "Rule", "SpecialCase", "rule_of"]

@@ -29,7 +29,7 @@ TRUSTED_TARGETS = ("sidestream", "torch.optim")  # of these, what `GROUPS` says
 
 
 @dataclass(frozen=True)
-class Part:
+class Buildable:
     """What a group may build.
 
     Attributes:
@@ -47,8 +47,8 @@ class Part:
     functions: bool = False
 
 
-def _part(package: str, names: str, *methods: str, **rest: Any) -> Part:
-    return Part(frozenset(f"{package}.{name}" for name in names.split()), methods, **rest)
+def _part(package: str, names: str, *methods: str, **rest: Any) -> Buildable:
+    return Buildable(frozenset(f"{package}.{name}" for name in names.split()), methods, **rest)
 
 
 GROUPS = {
@@ -123,7 +123,7 @@ def check_part(group: str, node: DictConfig, cfg: DictConfig) -> None:
     """Checks what a group is about to build, as `check_targets` does.
 
     Args:
-        node: Of the group.
+        node: The group's config.
         cfg: The root config.
     """
     for key, target in _targets(OmegaConf.to_container(node, resolve=True), group):
@@ -139,8 +139,8 @@ def find(key: str, target: str, cfg: DictConfig) -> Any:
 def check_foreign(key: str, target: Any, cfg: DictConfig) -> None:
     """Checks a `_target_` that is none of a group's, such as a callback of Hydra's: only the user's packages count."""
     trusted = _list(cfg)
-    _check_name(key, target, Part(), trusted)
-    if why := _unfit(_walk(key, target, trusted), Part(), trusted):
+    _check_name(key, target, Buildable(), trusted)
+    if why := _unfit(_walk(key, target, trusted), Buildable(), trusted):
         raise ConfigError(key, target, why, expected="a class that you trust", fix=f"remove {key}")
 
 
@@ -148,7 +148,7 @@ def believed(words: Sequence[str]) -> list[str]:
     """Returns what this process trusts: what its command line says, and the user's settings. No folder has a say.
 
     Args:
-        words: Of the command line; the last `trusted_targets=[...]` counts.
+        words: The words of the command line; the last `trusted_targets=[...]` counts.
 
     Raises:
         ConfigError: something there is no name of a package, or the settings cannot be read.
@@ -217,7 +217,7 @@ def _check(key: str, target: Any, trusted: list[str], *, imports: bool) -> None:
         )
 
 
-def _check_name(key: str, target: Any, part: Part, trusted: list[str]) -> None:
+def _check_name(key: str, target: Any, part: Buildable, trusted: list[str]) -> None:
     """Whether the package is one that may be imported, for this group."""
     names = target.split(".") if isinstance(target, str) else [""]
     group, package = key.partition(".")[0], names[0]
@@ -265,7 +265,7 @@ def _walk(key: str, target: str, trusted: list[str]) -> Any:
     return found
 
 
-def _unfit(found: Any, part: Part, trusted: list[str]) -> str:
+def _unfit(found: Any, part: Buildable, trusted: list[str]) -> str:
     """Says why a group may not build this; empty if it may."""
     if not isinstance(found, type) and not (part.functions and inspect.isfunction(found)):
         return f"a {type(found).__name__}, no class"
@@ -299,7 +299,7 @@ def _is_plain(name: str) -> bool:
     return name.isidentifier() and not name.startswith("__") and unicodedata.normalize("NFKC", name) == name
 
 
-def _expected(group: str, part: Part) -> str:
+def _expected(group: str, part: Buildable) -> str:
     what = f"a class derived from {part.base}" if part.base else f"a class with {', '.join(part.methods)}"
     own = f", or {what}" if part.base or part.methods else ""
     return f"one of {', '.join(sorted(part.ours))}{own} of a package that you trust"
@@ -310,7 +310,7 @@ __all__ = [
     "KEY",
     "TRUSTED_TARGETS",
     "VARIABLE",
-    "Part",
+    "Buildable",
     "believed",
     "check_foreign",
     "check_part",

@@ -20,17 +20,16 @@ from omegaconf.resolvers import oc
 VARIABLE = "SIDESTREAM_WITHHELD"  # of a rank: where the values belong, as JSON
 # Places and names that a config may hold as text. Any other variable may be a secret.
 HARMLESS = (
-    *(
-        "SIDESTREAM_CACHE",
-        "XDG_CACHE_HOME",
-        "HOME",
-        "PWD",
-        "TMPDIR",
-        "SCRATCH",
-        "SLURM_JOB_ID",
-        "SLURM_TMPDIR",
-    ),
-    *("WANDB_PROJECT", "WANDB_ENTITY"),
+    "SIDESTREAM_CACHE",
+    "XDG_CACHE_HOME",
+    "HOME",
+    "PWD",
+    "TMPDIR",
+    "SCRATCH",
+    "SLURM_JOB_ID",
+    "SLURM_TMPDIR",
+    "WANDB_PROJECT",
+    "WANDB_ENTITY",
 )
 _BEGIN, _END = "\ue0f0", "\ue0f1"  # private characters around a name while the config is evaluated
 

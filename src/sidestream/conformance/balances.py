@@ -24,7 +24,7 @@ _STEPS = 400
 
 
 def _decisions() -> Iterator[tuple[str, Decision, Tensor]]:
-    """Of a skewed gate, with and without padding; the last is padding alone."""
+    """Decisions of a skewed gate, with and without padding; the last has padding alone."""
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(TOKENS, EXPERTS, generator=draw) + torch.linspace(1, -1, EXPERTS)
     nothing = torch.zeros(TOKENS, dtype=torch.bool)

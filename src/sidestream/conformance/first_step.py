@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.conformance import rows
 from sidestream.conformance.values import (
@@ -55,7 +56,7 @@ class FirstStep:
     """Puts proxies in front of the user's own parts while it is entered.
 
     Args:
-        step: Of this rank; its model's parts are looked at.
+        step: This rank's step; its model's parts are looked at.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -128,7 +129,7 @@ class FirstStep:
             name,
             f"in the first step {found[rank]}{where}",
             expected="what its protocol promises, see docs/architecture.md",
-            fix=f"run scripts/check_part.py {name}, which tries more",
+            fix=f"run {cli.spelled('scripts/check_part.py')} {name}, which tries more",
         )
 
 
@@ -271,7 +272,10 @@ class _Fused(_Proxy):
         if not self._look.first("fused", self._layer):
             return pending
         return _Waiting(
-            *(self._look, self._part, self._layer, pending),
+            self._look,
+            self._part,
+            self._layer,
+            pending,
             lambda y: self._judge("fusion", output_problem("its result", y, like=x)),
         )
 

@@ -24,6 +24,7 @@ from sidestream.fusion.grouped import GroupedExperts
 from sidestream.model.block import MoEUnit
 from sidestream.model.config import ModelShape
 from sidestream.model.transformer import MoETransformer
+from sidestream.overlap.base import completed
 from sidestream.overlap.none import NoOverlap
 from sidestream.parallel.assemble import assemble
 from sidestream.parallel.mesh import Parallel, build_parallel
@@ -45,9 +46,7 @@ def _parallel() -> Parallel:
 
 def _model(schedule: Any) -> MoETransformer:
     """Dense and MoE blocks in turn, from one seed."""
-    gates = bool(
-        getattr(schedule, "double_gating", False)
-    )  # such a schedule has two routings, and no shared expert
+    gates = bool(completed(schedule).double_gating)  # such a schedule has two routings, and no shared expert
     dispatcher: Any = AllToAllDispatcher()
     shape = ModelShape(
         vocab_size=64,
@@ -131,7 +130,7 @@ def _runs(make: Make) -> str | None:
         if any(problems):  # what was seen first is the cause
             return next(problem for problem in problems if problem is not None)
         raise
-    gates = 2 if getattr(model.schedule, "double_gating", False) else 1
+    gates = 2 if model.schedule.double_gating else 1
     wanted = gates * batch.inputs.numel() * model.parts.router.top_k
     reported = model.ledger.counts.sum(1).tolist()
     if any(count != wanted for count in reported):

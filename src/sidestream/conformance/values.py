@@ -21,7 +21,7 @@ _SUM = 1e-3  # of a token's probabilities, from 1
 def tensor_problem(
     name: str, value: Any, *, shape: tuple[int, ...] | None, dtype: torch.dtype | None
 ) -> str | None:
-    """Of one tensor; None leaves shape or type open."""
+    """What is wrong with a tensor, if anything; None leaves shape or type open."""
     if not isinstance(value, Tensor):
         return f"{name} is a {type(value).__name__}, expected a tensor"
     if dtype is not None and value.dtype != dtype:
@@ -38,7 +38,7 @@ def not_finite(name: str, value: Tensor) -> str | None:
 
 
 def decision_problem(decision: Any, *, logits: Tensor, top_k: int, valid: Tensor | None) -> str | None:
-    """Of what a router returns.
+    """What is wrong with what a router returned, if anything.
 
     Args:
         decision: For these tokens.
@@ -113,7 +113,7 @@ def _counts_problem(decision: Decision, *, experts: int, tokens: int) -> str | N
 
 
 def _numbers_problem(decision: Decision, *, logits: Tensor, valid: Tensor | None) -> str | None:
-    """Of tokens with finite logits; what follows from others is not the router's."""
+    """What is wrong with the numbers of tokens with finite logits, if anything. Others are not the router's fault."""
     tokens = logits.shape[0]
     usable = logits.detach().isfinite().all(dim=1)
     there = decision.routing.expert_ids[:tokens] >= 0
@@ -133,12 +133,12 @@ def _numbers_problem(decision: Decision, *, logits: Tensor, valid: Tensor | None
 
 
 def scalar_problem(name: str, value: Any) -> str | None:
-    """Of a loss: a finite scalar of fp32."""
+    """What is wrong with a loss, if anything: it is a finite scalar of fp32."""
     return tensor_problem(name, value, shape=(), dtype=torch.float32) or not_finite(name, value)
 
 
 def observed_problem(value: Any, *, experts: int) -> str | None:
-    """Of what a balance observes."""
+    """What is wrong with what a balance observed, if anything."""
     problem = tensor_problem("what observe returns", value, shape=(experts + 1,), dtype=torch.float64)
     return problem or not_finite("what observe returns", value)
 
@@ -146,7 +146,7 @@ def observed_problem(value: Any, *, experts: int) -> str | None:
 def received_problem(
     received: Any, *, hidden: int, num_local: int, alignment: int, dtype: torch.dtype
 ) -> str | None:
-    """Of what a dispatcher hands to the experts."""
+    """What is wrong with what a dispatcher hands to the experts, if anything."""
     if not isinstance(received, Received):
         return f"dispatch gives a {type(received).__name__}, expected Received"
     rows, weights, offsets = received.rows, received.row_weights, received.offsets
@@ -173,7 +173,7 @@ def received_problem(
 
 
 def output_problem(name: str, value: Any, *, like: Tensor, rows: int | None = None) -> str | None:
-    """Of something of the shape and type of `like`, which is finite in its first rows where `like` is.
+    """What is wrong with something that should have the shape and type of `like`, and finite rows where `like` has.
 
     Args:
         rows: So many; None: all.

@@ -21,7 +21,7 @@ _MOST = 10**9
 
 
 @dataclass(frozen=True)
-class Check:
+class FieldCheck:
     """What values a field may have, in words and as a function of the value."""
 
     expected: str
@@ -36,22 +36,22 @@ def _is_positive(value: Any) -> bool:
     return (_is_int(value) or isinstance(value, float)) and math.isfinite(value) and value > 0
 
 
-def _or_null(check: Check) -> Check:
-    return Check(f"{check.expected}, or null", lambda value: value is None or check.holds(value))
+def _or_null(check: FieldCheck) -> FieldCheck:
+    return FieldCheck(f"{check.expected}, or null", lambda value: value is None or check.holds(value))
 
 
-def _count(most: int) -> Check:
-    return Check(f"an integer from 1 to {most:,}", lambda value: _is_int(value) and 1 <= value <= most)
+def _count(most: int) -> FieldCheck:
+    return FieldCheck(f"an integer from 1 to {most:,}", lambda value: _is_int(value) and 1 <= value <= most)
 
 
 COUNT, FEW = _count(_MOST), _count(100_000)  # FEW: of what has a line of its own somewhere
-POSITIVE = Check("a positive number", _is_positive)
-FLAG = Check("true or false", lambda value: isinstance(value, bool))
-LAYERS = Check(
+POSITIVE = FieldCheck("a positive number", _is_positive)
+FLAG = FieldCheck("true or false", lambda value: isinstance(value, bool))
+LAYERS = FieldCheck(
     "a list of layers from 0",
     lambda value: isinstance(value, list) and all(_is_int(i) and 0 <= i < _MOST for i in value),
 )
-ROPE = Check("an object", lambda value: isinstance(value, dict))
+ROPE = FieldCheck("an object", lambda value: isinstance(value, dict))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Read:
     """Becomes one of our keys, named in `ours`."""
 
     ours: str
-    check: Check
+    check: FieldCheck
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,38 @@ COMMON: dict[str, Field] = {
 COMMON |= {
     name: Field(ABSENT, _GENERATION)
     for name in (
-        *("assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens"),
-        *("diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
-        *("encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
-        *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length"),
-        *("no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups"),
-        *(
-            "num_beams",
-            "num_return_sequences",
-            "output_scores",
-            "remove_invalid_values",
-            "repetition_penalty",
-        ),
-        *("return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p"),
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "target_lookbehind",
+        "temperature",
+        "top_k",
+        "top_p",
         "typical_p",
     )
 }
@@ -290,11 +309,12 @@ FIELDS: dict[str, dict[str, Field]] = {
             ABSENT,
             Read(
                 "model.sliding_window",
-                _or_null(Check("a count", lambda value: _is_int(value) and value >= 0)),
+                _or_null(FieldCheck("a count", lambda value: _is_int(value) and value >= 0)),
             ),
         ),
         "layer_types": Field(
-            ABSENT, Read("model.sliding_window", _or_null(Check("a list", lambda v: isinstance(v, list))))
+            ABSENT,
+            Read("model.sliding_window", _or_null(FieldCheck("a list", lambda v: isinstance(v, list)))),
         ),
         "use_qk_norm": Field(ABSENT, Only((True,), "queries and keys without norms")),
         "shared_expert_intermediate_size": Field(ABSENT, Only((0, None), "a shared expert")),
@@ -318,7 +338,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config.json, each checked, with the class's defaults for those that are absent.
 
     Args:
-        config: Of a model type in `FIELDS`.
+        config: A config.json whose model type is in `FIELDS`.
 
     Returns:
         The fields that we read. Spellings that the class does not have are in it only where the file has them.

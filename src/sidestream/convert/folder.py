@@ -41,7 +41,7 @@ _OTHER_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorPlace:
     """Where a tensor is, and what."""
 
     file: str
@@ -65,11 +65,11 @@ class ModelFolder:
         return self._json("config.json")
 
     @cached_property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, TensorPlace]:
         """Every tensor by name, from the heads of the files; no weight is read."""
         index = self._index
         files = [SINGLE] if index is None else sorted(set(index.values()))
-        found: dict[str, Stored] = {}
+        found: dict[str, TensorPlace] = {}
         for file in files:
             for name, stored in self._head(file):
                 if name in found:
@@ -165,7 +165,7 @@ class ModelFolder:
         with self._naming(name):
             return _parse(read_text(self.locate(name)))
 
-    def _head(self, file: str) -> list[tuple[str, Stored]]:
+    def _head(self, file: str) -> list[tuple[str, TensorPlace]]:
         """The tensors of a safetensors file: 8 bytes of length, JSON, then the data without gaps."""
         with self._naming(file), open_regular(self.locate(file)) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -227,7 +227,7 @@ def _offsets(entry: Any) -> tuple[int, int]:
     raise ValueError("its head is damaged")
 
 
-def _stored(file: str, name: str, entry: Mapping[str, Any], *, begin: int) -> tuple[Stored, int]:
+def _stored(file: str, name: str, entry: Mapping[str, Any], *, begin: int) -> tuple[TensorPlace, int]:
     shape, dtype, offsets = entry.get("shape"), entry.get("dtype"), entry["data_offsets"]
     sizes = _BYTES | _OTHER_BYTES
     if (
@@ -240,4 +240,4 @@ def _stored(file: str, name: str, entry: Mapping[str, Any], *, begin: int) -> tu
     end = begin + math.prod(shape) * sizes[dtype]
     if offsets != [begin, end]:
         raise ValueError(f"the place of {printable(name)} does not fit its shape and dtype")
-    return Stored(file, dtype, tuple(shape)), end
+    return TensorPlace(file, dtype, tuple(shape)), end

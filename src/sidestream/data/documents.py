@@ -45,7 +45,7 @@ class DocumentSource(DataSource):
         cache_dir: Folder for token files, shared by all runs; `~` is the home folder.
         val_fraction: Share of the documents kept for validation, where the source does not say which.
         tokenizer: "bytes", or "bpe": trained on the training split.
-        vocab_size: Of bpe: at most so many tokens, "auto" means 4096.
+        vocab_size: Number of tokens of bpe, at most; "auto" means 4096.
     """
 
     cache_dir: str

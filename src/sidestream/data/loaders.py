@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from sidestream.config.errors import ConfigError
 from sidestream.data.batch import Batch
 from sidestream.data.corpus import Corpus
-from sidestream.data.packing import PackedDataset, packed_dataset
+from sidestream.data.document_packing import PackedDataset, packed_dataset
 from sidestream.data.sampler import StepSampler
 from sidestream.data.sequences import SequenceDataset
 
@@ -101,7 +101,7 @@ def val_loader(
         rank: This rank, in [0, world_size).
         world_size: Number of ranks; must divide B.
         num_batches: At most this many batches; None takes as many as the split fills.
-        packing: As in training.
+        packing: The same as in training.
 
     Raises:
         ConfigError: The split does not fill one batch, or documents are to be packed that have no ends.

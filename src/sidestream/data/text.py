@@ -22,7 +22,7 @@ class TextFiles(DocumentSource):
         files: Paths and globs (`**` for folders at any depth), from the current folder.
         val_files: The same for validation, left out of `files`; empty means by `val_fraction`.
         separator: Text that ends a document within a file (it is left out); None: each file is one document.
-        encoding: Of the files; what is not `utf-8` is read as it and kept as UTF-8.
+        encoding: Encoding of the files; what is not `utf-8` is read as it and kept as UTF-8.
     """
 
     files: list[str]

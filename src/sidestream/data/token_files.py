@@ -37,7 +37,8 @@ class TokenFiles(DataSource):
         train_file: Training tokens.
         val_file: Validation tokens, the same dtype; None takes them from the end of `train_file`.
         val_fraction: Share of `train_file` for validation, without a `val_file`.
-        dtype: Of raw files: uint8, uint16, uint32, int32 or int64; None where a header or the JSON says.
+        dtype: Type of the integers in raw files: uint8, uint16, uint32, int32 or int64; None where the
+            header or the JSON says.
         vocab_size: Number of different tokens; "auto" where the JSON says, or 256 with `dtype` uint8.
         eos_token: The last token of every document; None: unknown.
         tokenizer: What `eval.py` reads and writes: "bytes", a `tokenizer.json`, or None for plain numbers.

@@ -52,8 +52,8 @@ class DispatchSpec:
         max_tokens: No plan has more tokens on any rank. Static budgets and libraries are sized by it.
         top_k: Routes per token.
         num_layers: MoE layers that share the dispatcher; rows of `needed()`.
-        dtype: Of the rows.
-        device: Of the rows.
+        dtype: Dtype of the rows.
+        device: Where the rows are.
     """
 
     num_experts: int
@@ -106,7 +106,7 @@ class Dispatcher(Protocol):
     """Moves rows. Has no parameters and is no `nn.Module`. Several plans may be in flight.
 
     Attributes:
-        name: Of the option.
+        name: The option's name, such as `alltoall`.
         transport: What moves the bytes, once wired: "torch", or the name of a library; None before, and for `local`.
         budget: Rows of the static receive buffer per rank, once wired; None when sizes are exact (eager).
     """
@@ -161,7 +161,7 @@ class Dispatcher(Protocol):
         ...
 
     def metadata_bytes_sent(self) -> int:
-        """Of these, the ones that are no rows: counts, expert ids, routing weights."""
+        """How many of `bytes_sent` are no rows: counts, expert ids, routing weights."""
         ...
 
     def close(self) -> None:

@@ -144,7 +144,9 @@ class DeepEPLibrary(LibraryDispatcher):
         if self.budget is not None and channel.rank == 0:
             log.info(
                 "dispatcher=%s: a budget of %d rows; the library allocates %d per dispatch, its worst case",
-                *(self.name, self.budget, self.worst_case_rows),
+                self.name,
+                self.budget,
+                self.worst_case_rows,
             )
 
     def release(self) -> None:

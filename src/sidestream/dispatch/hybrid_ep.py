@@ -48,7 +48,7 @@ class Dispatched:
 
     Attributes:
         handle: For the other three calls.
-        rows: Of its buffers.
+        rows: How many rows its buffers have.
         host_offsets: Inclusive ends of the experts' segments, in blocking mode.
     """
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Where each row goes.
 
     Attributes:
@@ -52,7 +52,7 @@ class Layout:
     num_rows: int | None = None
     _bags: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict, repr=False, compare=False)
 
-    def trim(self, num_slots: int) -> Layout:
+    def trim(self, num_slots: int) -> RowLayout:
         """Without the tail, in a layout without padding: the first `num_slots` slots, which all hold a row."""
         return replace(
             self, row_of_slot=self.row_of_slot[:num_slots], every_slot=True, num_rows=num_slots, _bags={}
@@ -96,7 +96,7 @@ def expert_layout(
     num_rows: int | None = None,
     segment: int | None = None,
     may_overflow: bool = False,
-) -> Layout:
+) -> RowLayout:
     """Sort rows by expert (stable), pad each expert's segment to a multiple of `alignment`.
 
     Args:
@@ -134,7 +134,7 @@ def expert_layout(
     row_of_slot.scatter_(0, torch.where(has_slot, slot, num_slots), order)
     slot_of_row = torch.empty_like(order).scatter_(0, order, torch.where(has_slot, slot, -1))
     offsets = begins[:num_experts]
-    return Layout(
+    return RowLayout(
         row_of_slot[:num_slots],
         slot_of_row,
         counts[:num_experts],
@@ -150,7 +150,7 @@ def expert_layout(
 
 
 def _holes(offsets: Tensor, padded: Tensor, counts: Tensor, alignment: int, num_slots: int) -> Tensor:
-    """`[L * (alignment - 1)]`, see `Layout.holes`."""
+    """`[L * (alignment - 1)]`, see `RowLayout.holes`."""
     num_experts = offsets.numel()
     first = (offsets - padded[:num_experts] + counts[:num_experts]).unsqueeze(1)
     slot = first + torch.arange(alignment - 1, device=offsets.device)
@@ -158,7 +158,7 @@ def _holes(offsets: Tensor, padded: Tensor, counts: Tensor, alignment: int, num_
     return torch.where(inside, slot, num_slots).view(-1)
 
 
-def _fill_slots(x: Tensor, row_of_slot: Tensor, layout: Layout) -> Tensor:
+def _fill_slots(x: Tensor, row_of_slot: Tensor, layout: RowLayout) -> Tensor:
     """Rows of `x` at `row_of_slot` `[S]`; padding inside a segment is zero, the tail is whatever it is."""
     num_slots = row_of_slot.numel()
     if x.shape[0] == 0:
@@ -175,7 +175,7 @@ def _fill_slots(x: Tensor, row_of_slot: Tensor, layout: Layout) -> Tensor:
     return out[:num_slots]
 
 
-def _take_rows(slots: Tensor, layout: Layout) -> Tensor:
+def _take_rows(slots: Tensor, layout: RowLayout) -> Tensor:
     """`[S, ...]` -> `[N, ...]`; rows without a slot are zero. By selection: NaN times zero is NaN."""
     index = layout.slot_of_row
     if layout.every_row:
@@ -186,7 +186,7 @@ def _take_rows(slots: Tensor, layout: Layout) -> Tensor:
     return slots.index_select(0, index.clamp(min=0)).masked_fill_(missing, 0)
 
 
-def _sum_slots(slots: Tensor, layout: Layout, top_k: int) -> Tensor:
+def _sum_slots(slots: Tensor, layout: RowLayout, top_k: int) -> Tensor:
     """`[S, H]` -> `[T, H]`: the rows of each token, summed in fp32 in the order of K and rounded once.
 
     `embedding_bag` gathers and sums in one pass (20 times faster on a CPU than gather, then sum).
@@ -239,7 +239,7 @@ def sum_rows(rows: Tensor, index: Tensor, *, complete: bool) -> Tensor:
 
 class _RowsToSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: RowLayout) -> Tensor:
         ctx.layout = layout
         return _fill_slots(x, layout.row_of_slot, layout)
 
@@ -249,21 +249,9 @@ class _RowsToSlots(torch.autograd.Function):
         return _take_rows(grad, ctx.layout), None
 
 
-class _SlotsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, layout: Layout) -> Tensor:
-        ctx.layout = layout
-        return _take_rows(slots, layout)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _fill_slots(grad, ctx.layout.row_of_slot, ctx.layout), None
-
-
 class _TokensToSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, top_k: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: RowLayout, top_k: int) -> Tensor:
         ctx.layout, ctx.top_k = layout, top_k
         return _fill_slots(x, _token_of_slot(layout, top_k), layout)
 
@@ -275,7 +263,7 @@ class _TokensToSlots(torch.autograd.Function):
 
 class _SumRoutes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, layout: Layout, top_k: int) -> Tensor:
+    def forward(ctx: Any, slots: Tensor, layout: RowLayout, top_k: int) -> Tensor:
         ctx.layout, ctx.top_k = layout, top_k
         return _sum_slots(slots, layout, top_k)
 
@@ -285,27 +273,22 @@ class _SumRoutes(torch.autograd.Function):
         return _fill_slots(grad, _token_of_slot(ctx.layout, ctx.top_k), ctx.layout), None, None
 
 
-def _token_of_slot(layout: Layout, top_k: int) -> Tensor:
+def _token_of_slot(layout: RowLayout, top_k: int) -> Tensor:
     # floor division keeps -1 at -1
     return layout.row_of_slot if top_k == 1 else torch.div(layout.row_of_slot, top_k, rounding_mode="floor")
 
 
-def rows_to_slots(x: Tensor, layout: Layout) -> Tensor:
+def rows_to_slots(x: Tensor, layout: RowLayout) -> Tensor:
     """`[N, ...]` rows -> `[S, ...]` slots; padding is zero, the tail undefined. Differentiable."""
     return _RowsToSlots.apply(x, layout)
 
 
-def slots_to_rows(x: Tensor, layout: Layout) -> Tensor:
-    """`[S, ...]` slots -> `[N, ...]` rows; rows without a slot are zero. Differentiable."""
-    return _SlotsToRows.apply(x, layout)
-
-
-def tokens_to_slots(x: Tensor, layout: Layout, *, top_k: int) -> Tensor:
+def tokens_to_slots(x: Tensor, layout: RowLayout, *, top_k: int) -> Tensor:
     """Copy each token to the slots of its routes; the gradient is the fp32 sum over a token's routes.
 
     Args:
         x: `[T, H]`.
-        layout: Of the `T * top_k` routes, token-major.
+        layout: Where the `T * top_k` routes go, token-major.
         top_k: K.
 
     Returns:
@@ -314,6 +297,6 @@ def tokens_to_slots(x: Tensor, layout: Layout, *, top_k: int) -> Tensor:
     return _TokensToSlots.apply(x, layout, top_k)
 
 
-def sum_routes(rows: Tensor, layout: Layout, *, top_k: int) -> Tensor:
+def sum_routes(rows: Tensor, layout: RowLayout, *, top_k: int) -> Tensor:
     """Sum the K rows of each token in fp32: `[S, H]` -> `[T, H]` in the dtype of `rows`. Adjoint of the above."""
     return _SumRoutes.apply(rows, layout, top_k)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-import math
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 from sidestream.config.availability import LIBRARIES
 from sidestream.config.dispatch_check import LIMITS
 from sidestream.dispatch.base import DispatchSpec, Received, Routing, receive_budget
-from sidestream.dispatch.counter import RowCounter
+from sidestream.dispatch.counter import Counting, RowCounter
 from sidestream.exchange.call import Call, CallChannel, Lane, lane_for
 from sidestream.exchange.link import Link
 
@@ -89,8 +88,8 @@ def check_limits(name: str, spec: DispatchSpec, *, ranks: int, on_host: int, ali
     """What `config.dispatch_check` says of a config, for the values that are used in the end.
 
     Args:
-        name: Of the option.
-        spec: As given to `wire`.
+        name: The option's name, such as `nccl_ep`.
+        spec: What `wire` was given.
         ranks: R.
         on_host: Ranks that share a host.
         align: Rows per expert are padded to a multiple.
@@ -139,7 +138,7 @@ def _limits(
         yield too_many, f"{value} {what}, and at most {most} are supported", torch_instead
 
 
-class LibraryDispatcher:
+class LibraryDispatcher(Counting):
     """Base of the adapters. Subclasses set `name` and `distribution`, and open, close and call the library.
 
     Args:
@@ -171,8 +170,6 @@ class LibraryDispatcher:
         self.capacity_factor, self.own_alignment = capacity_factor, alignment
         self.library, self._lane = library, lane
         self.align, self.budget = alignment, None  # type: tuple[int, int | None]
-        self.transport: str | None = None
-        self.counter: RowCounter | None = None
         self._channel: CallChannel | None = None
         self._spec: DispatchSpec | None = None
 
@@ -252,26 +249,12 @@ class LibraryDispatcher:
             dropped = (needed - self.budget).clamp(min=0)
         self.counter.note(layer, needed=needed, dropped=dropped)
 
-    def needed(self) -> Tensor | None:
-        return None if self.counter is None else self.counter.needed
-
-    def dropped(self) -> Tensor | None:
-        return None if self.counter is None else self.counter.dropped
-
-    def reset_needed(self) -> None:
-        if self.counter is not None:
-            self.counter.reset()
-
     def resize(self, budget: int) -> None:
-        channel, _ = self.wired
-        if self.budget is None:
-            raise ValueError(
-                f"dispatcher={self.name}: budget {budget} asked for, but its sizes are exact (eager)"
-            )
-        assert channel.pending == 0, "resize with calls in flight"
-        unit = math.lcm(self.align, 64)
-        if (rows := -(-budget // unit) * unit) > self.budget:
-            self.budget = rows
+        before = self.budget
+        super().resize(budget)
+        if self.budget != before:
+            channel, _ = self.wired
+            assert channel.pending == 0, "resize with calls in flight"
             channel.lane.synchronize()
             self.reopen()
 
@@ -287,8 +270,8 @@ class LibraryDispatcher:
             return
         self._channel.lane.synchronize()
         self.release()
-        self._channel.close()
-        self._channel = self._spec = self.counter = self.transport = None
+        super().close()
+        self.transport = None
 
 
 def buffers(device: torch.device, *kinds: tuple[tuple[int, ...], torch.dtype]) -> Callable[[], list[Tensor]]:

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing
+from sidestream.dispatch.counter import Counting
 from sidestream.dispatch.layout import (
-    Layout,
+    RowLayout,
     expert_layout,
     max_slots,
     rows_to_slots,
@@ -24,7 +25,7 @@ class LocalPlan:
     """Expert-major order of the local routes."""
 
     routing: Routing
-    layout: Layout
+    layout: RowLayout
 
     def rows(self) -> int:
         return self.layout.row_of_slot.numel()
@@ -38,15 +39,10 @@ class _Ready:
         return self.value
 
 
-class LocalDispatcher:
+class LocalDispatcher(Counting):
     """Sorts tokens by expert on one rank. The reference that all dispatchers are compared with."""
 
     name = "local"
-    transport: str | None = None
-    budget: int | None = None
-
-    def __init__(self) -> None:
-        self.spec: DispatchSpec | None = None
 
     def wire(self, *, group: dist.ProcessGroup | None, spec: DispatchSpec, link: Link) -> None:
         if group is not None and dist.get_world_size(group) > 1:
@@ -54,11 +50,11 @@ class LocalDispatcher:
                 f"dispatcher=local: all experts must be on one rank, but the expert-parallel group has "
                 f"{dist.get_world_size(group)} ranks; set strategy.expert_parallel_size=1"
             )
-        self.spec = spec
+        self._spec = spec
 
     def plan(self, routing: Routing, *, layer: int = 0) -> LocalPlan:
-        assert self.spec is not None, "wire() first"
-        spec, ids = self.spec, routing.expert_ids.reshape(-1)
+        assert self._spec is not None, "wire() first"
+        spec, ids = self._spec, routing.expert_ids.reshape(-1)
         slots = max_slots(ids.numel(), num_experts=spec.num_experts, alignment=spec.alignment)
         layout = expert_layout(
             ids,
@@ -77,24 +73,3 @@ class LocalDispatcher:
 
     def combine(self, rows: Tensor, plan: LocalPlan) -> _Ready:
         return _Ready(sum_routes(rows, plan.layout, top_k=plan.routing.top_k))
-
-    def needed(self) -> Tensor | None:
-        return None
-
-    def dropped(self) -> Tensor | None:
-        return None
-
-    def reset_needed(self) -> None:
-        """Nothing is counted."""
-
-    def resize(self, budget: int) -> None:
-        raise ValueError(f"dispatcher=local: budget {budget} asked for, but it has no static budget")
-
-    def bytes_sent(self) -> int:
-        return 0
-
-    def metadata_bytes_sent(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        self.spec = None

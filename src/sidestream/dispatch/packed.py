@@ -27,9 +27,9 @@ from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Received, Routing, receive_budget
 from sidestream.dispatch.cap import cap_routing, needed_rows
-from sidestream.dispatch.counter import RowCounter
+from sidestream.dispatch.counter import Counting, RowCounter
 from sidestream.dispatch.layout import (
-    Layout,
+    RowLayout,
     expert_layout,
     rows_to_slots,
     sum_routes,
@@ -101,7 +101,7 @@ class PackedPlan:
         self.num_local = self.spec.num_experts // self.channel.size
         self.columns = dispatcher.packing.columns(top_k, self.channel.size)
         self.routes_per_row = 1 if dispatcher.packing.per_route and self.channel.size > 1 else top_k
-        self.unpack: Layout | None = None
+        self.unpack: RowLayout | None = None
         capped = dispatcher.capped and self.channel.size > 1
         self._histogram = Histogram(routing.expert_ids, self.spec, self.channel) if capped else None
         if self.channel.size > 1 and not capped:
@@ -168,7 +168,7 @@ class PackedPlan:
         return _Sizes(torch.tensor(leave), torch.tensor(arrive), sum(leave), sum(arrive), ends[-1], *exact)
 
     @cached_property
-    def pack(self) -> Layout:
+    def pack(self) -> RowLayout:
         """Columns of the tokens in the order in which their rows leave."""
         eager = self.dispatcher.budget is None
         exact = eager and not self.dispatcher.even
@@ -210,7 +210,7 @@ class PackedPlan:
             return rows_to_slots(weights.reshape(-1, 1), self.pack)
         return tokens_to_slots(weights, self.pack, top_k=self.columns)
 
-    def arrange(self, ids_NJ: Tensor) -> Layout:
+    def arrange(self, ids_NJ: Tensor) -> RowLayout:
         """Expert-major order of received rows' routes; notes what was needed."""
         d, sizes = self.dispatcher, None if self.channel.size == 1 else self.sizes
         if sizes is not None and d.budget is not None and not d.even:
@@ -262,7 +262,7 @@ class _PendingAlone:
         return _received(self.plan, layout, self.x, self.plan.routing.weights)
 
 
-def _received(plan: PackedPlan, layout: Layout, rows_NH: Tensor, weights_NJ: Tensor) -> Received:
+def _received(plan: PackedPlan, layout: RowLayout, rows_NH: Tensor, weights_NJ: Tensor) -> Received:
     host_offsets = None if plan.channel.size == 1 else plan.sizes.host_offsets
     return Received(
         tokens_to_slots(rows_NH, layout, top_k=plan.routes_per_row),
@@ -286,11 +286,11 @@ class _PendingCombined:
         return sum_routes(back_NH, self.plan.pack, top_k=self.plan.columns)
 
 
-class PackedDispatcher:
+class PackedDispatcher(Counting):
     """Moves rows with `all_to_all_single`. See the module.
 
     Args:
-        name: Of the option.
+        name: The option's name, such as `alltoall`.
         packing: What a row that travels stands for.
         capacity_factor: None: eager. A number: static, with room for that many times the mean load per rank.
         alignment: Rows per expert are padded to a multiple of this and of what the experts ask for.
@@ -298,7 +298,7 @@ class PackedDispatcher:
         capped: Routes that would not fit are left out before anything travels, from a histogram of all ranks.
     """
 
-    transport: str | None = "torch"
+    transport = "torch"
 
     def __init__(
         self,
@@ -313,18 +313,9 @@ class PackedDispatcher:
         self.name, self.packing, self.capacity_factor = name, packing, capacity_factor
         self.own_alignment, self.codec = alignment, MXFP8() if wire_dtype == "mxfp8" else None
         self.capped = capped and capacity_factor is not None
-        self.budget: int | None = None
         self.align = alignment
         self.rows_per_pair = 0
         self.even = self.fixed = False
-        self._spec: DispatchSpec | None = None
-        self._channel: Channel | None = None
-        self.counter: RowCounter | None = None
-
-    @property
-    def channel(self) -> Channel | None:
-        """Where rows travel; None before `wire`."""
-        return self._channel
 
     @property
     def wired(self) -> tuple[Channel, DispatchSpec]:
@@ -380,32 +371,3 @@ class PackedDispatcher:
         sizes = plan.sizes
         transfer = Transfer(channel, sizes.recv, sizes.send, "combine", plan.layer, backward_codec=self.codec)
         return _PendingCombined(plan, transfer, transfer.start(summed_NH, num_received=sizes.num_sent))
-
-    def needed(self) -> Tensor | None:
-        return None if self.counter is None else self.counter.needed
-
-    def dropped(self) -> Tensor | None:
-        return None if self.counter is None else self.counter.dropped
-
-    def reset_needed(self) -> None:
-        if self.counter is not None:
-            self.counter.reset()
-
-    def resize(self, budget: int) -> None:
-        if self.budget is None:
-            raise ValueError(
-                f"dispatcher={self.name}: budget {budget} asked for, but its sizes are exact (eager)"
-            )
-        unit = math.lcm(self.align, 64)
-        self.budget = max(self.budget, -(-budget // unit) * unit)
-
-    def bytes_sent(self) -> int:
-        return 0 if self._channel is None else self._channel.bytes_sent
-
-    def metadata_bytes_sent(self) -> int:
-        return 0 if self._channel is None else self._channel.metadata_bytes_sent
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._spec = self._channel = self.counter = None

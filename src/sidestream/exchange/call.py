@@ -250,7 +250,7 @@ class Call:
     """A library call with its reverse. One use.
 
     Args:
-        channel: Of the dispatcher.
+        channel: The dispatcher's channel.
         tag: Name in spans and order logs; the reverse call is `tag + ".backward"`.
         forward: The call, from inputs (differentiable ones first) to outputs (differentiable ones first).
         outs: Makes the outputs of `forward`, with memory or empty.

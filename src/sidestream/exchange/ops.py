@@ -63,7 +63,7 @@ class Channel:
     Attributes:
         group: Process group of the exchange; None for a single rank without torch.distributed.
         bytes_sent: Bytes this rank has sent to *other* ranks since creation.
-        metadata_bytes_sent: Of these, what is no row: transfers tagged `<name>.<what>`, such as "dispatch.counts".
+        metadata_bytes_sent: How many of these are no rows: transfers tagged `<name>.<what>`, such as "dispatch.counts".
         on_start: Called with the tag before a transfer is issued (fault injection, order logs).
         spans: Filled while it is a list; None switches recording off.
         deliver: While set, nothing travels and no wait waits: it is called with the tag and `out`, and gives `out` the

@@ -45,8 +45,8 @@ class Transfer:
         recv_counts: `[ranks]` int64, host.
         tag: Name in spans and order logs; the reverse transfer is `tag + ".backward"`.
         layer: MoE layer, for errors.
-        codec: Of the rows, in forward.
-        backward_codec: Of their gradient, in backward.
+        codec: Codes the rows, in forward; None sends them as they are.
+        backward_codec: The same for their gradient, in backward.
     """
 
     channel: Channel

@@ -101,8 +101,8 @@ def activate_backward(
     """The gradient of `activate`, in as few passes over memory as it takes.
 
     Args:
-        gate_up, row_weights: As in the forward pass.
-        grad: Of its output, `[S, F]`.
+        gate_up, row_weights: The inputs of `activate`.
+        grad: The gradient of its output, `[S, F]`.
         grad_gate_up, grad_weights: Filled, `[S, 2F]` and `[S]` fp32.
         out: Filled with the output of the forward pass, if there.
     """

@@ -17,7 +17,7 @@ from sidestream.dispatch.base import Received
 from sidestream.fusion.base import gated_activation
 from sidestream.fusion.late import Late
 
-# The grouped GEMM leaves output and input-gradient rows past the last offset uninitialised (case b3). Everything
+# The grouped GEMM leaves output and input-gradient rows past the last offset uninitialised. Everything
 # between the two GEMMs works row by row, so what lies there stays there, and dispatchers read no such row.
 
 
@@ -85,7 +85,7 @@ class GroupedExperts:
         rows, weights, offsets = received.rows, received.row_weights, received.offsets
         if rows.shape[0] == 0:
             # Keeps an idle rank attached to the graph: its experts get zero gradients, and the reverse exchanges
-            # of rows and of weights start, as the other ranks expect (case b1).
+            # of rows and of weights start, as the other ranks expect.
             for put_off, weight in zip(late or (), (w_gate_up, w_down)):
                 put_off.put_off(partial(torch.zeros_like, weight.detach()), weight)
             return rows * weights.unsqueeze(-1).to(rows.dtype) + 0.0 * (w_gate_up.sum() + w_down.sum())

@@ -22,10 +22,15 @@ from torch.autograd.function import once_differentiable
 
 
 class Late:
-    """The gradient of one weight, put off."""
+    """The gradient of one weight, put off.
+
+    Attributes:
+        around: Computes it, and may do something before and after.
+    """
 
     def __init__(self) -> None:
         self._todo: list[Callable[[], Tensor]] = []
+        self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()
 
     def token(self, weight: Tensor) -> Tensor:
         """The weight, as it is to be used."""
@@ -55,4 +60,4 @@ class _Token(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.late.compute(), None
+        return ctx.late.around(ctx.late.compute), None

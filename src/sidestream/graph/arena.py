@@ -11,12 +11,12 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """Where everything lies.
 
     Attributes:
         offsets: Storage -> first byte.
-        nbytes: Of the block.
+        nbytes: Size of the block.
         live_peak: Most bytes that are needed at the same time; what a perfect plan would take.
     """
 
@@ -25,7 +25,7 @@ class Plan:
     live_peak: int
 
 
-def plan(spans: Mapping[int, tuple[int, int]], nbytes: Mapping[int, int]) -> Plan:
+def plan(spans: Mapping[int, tuple[int, int]], nbytes: Mapping[int, int]) -> Placement:
     """Places such that storages whose spans overlap do not.
 
     Goes through time once: a storage takes the smallest free gap that holds it, and gives it back after its last use.
@@ -60,7 +60,7 @@ def plan(spans: Mapping[int, tuple[int, int]], nbytes: Mapping[int, int]) -> Pla
         for key in ends.get(time, ()):
             live -= _rounded(nbytes[key])
             _give_back(free, offsets[key], _rounded(nbytes[key]))
-    return Plan(offsets, top, live_peak)
+    return Placement(offsets, top, live_peak)
 
 
 def _rounded(nbytes: int) -> int:

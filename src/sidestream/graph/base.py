@@ -48,7 +48,7 @@ class StepRunner(Protocol):
         """Before training.
 
         Args:
-            device: Of the model.
+            device: The model's device.
             barrier: Brings all ranks together.
         """
         ...

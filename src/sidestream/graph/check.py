@@ -40,7 +40,7 @@ class StepLint:
         self.findings: list[Finding] = []
 
     def bind(self, batch: Batch) -> Batch:
-        """As a step graph does: the batch is a declared input."""
+        """The batch is a declared input of the step, as it is for a step graph."""
         return self._static.bind(batch)
 
     def run(

@@ -102,7 +102,7 @@ def legend(found: Iterable[str]) -> list[str]:
 def lines(findings: Iterable[Finding]) -> list[str]:
     """One line per place, kind and phase, in the order of first occurrence.
 
-    Such as `dispatch/packed.py:176 tolist (forward, 2x): host read; set dispatcher.capacity_factor=1.5`.
+    For example `dispatch/packed.py:176 tolist (forward, 2x): host read; set dispatcher.capacity_factor=1.5`.
     """
     places: Counter[tuple[str, int, str, str, str, str]] = Counter()
     for f in findings:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from sidestream.graph.arena import Plan, plan
+from sidestream.graph.arena import Placement, plan
 from sidestream.graph.recording import RESERVES, STARTS, WAITS, Entry, Recording, View
 
 Call = Callable[[], Any]
@@ -78,7 +78,7 @@ class Program:
     def __init__(self, recording: Recording) -> None:
         entries = needed_entries(recording)
         sizes = {index: storage.nbytes for index, storage in enumerate(recording.storages)}
-        self.plan: Plan = plan(lifetimes(recording, entries), sizes)
+        self.plan: Placement = plan(lifetimes(recording, entries), sizes)
         self.arena = torch.empty(self.plan.nbytes, dtype=torch.uint8)
         self._places: dict[View, Tensor] = {}
         self._recording = recording

@@ -82,7 +82,7 @@ class Entry:
             and for what is no tensor.
         writes: Storages that the call changes in place.
         reads: Storages whose content it needs.
-        ticket: Of an exchange.
+        ticket: Number of the exchange it belongs to.
         kept: What must live as long as the entry.
     """
 

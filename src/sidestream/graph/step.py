@@ -149,7 +149,7 @@ class _Slot:
         return self._left <= 0
 
     def expect(self, key: Any) -> None:
-        """With another key another recording is needed, behind attempts as they are written, for new memory."""
+        """Give up the recording if it was made for another key: new memory needs new warm-up steps."""
         if self._key is not None and self._key != key:
             self.restart()
         self._key = key

@@ -1,6 +1,5 @@
 """Command lines: taking them apart and writing values that Hydra reads back unchanged."""
 
-import os
 import re
 import shlex
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 from hydra._internal.utils import get_args_parser  # the only place that knows Hydra's flags
 from omegaconf import OmegaConf
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import takes_a_list
 from sidestream.tracking import latest
@@ -19,7 +19,14 @@ from sidestream.tracking.integrity import checkpoints
 LONGEST_NAME = 120  # characters of what tells jobs apart, in the name of a folder
 # Where things lie, whom to trust, and what is in the folder above already.
 _NEVER_IN_NAMES = (
-    *("name", "trusted_targets", "paths", "resume", "resume_sweep", "debug", "logger", "hydra"),
+    "name",
+    "trusted_targets",
+    "paths",
+    "resume",
+    "resume_sweep",
+    "debug",
+    "logger",
+    "hydra",
     "data.cache_dir",
 )
 _SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'", re.DOTALL)
@@ -38,11 +45,6 @@ def runs(argv: list[str]) -> bool:
     return not any(other)
 
 
-def command(argv: list[str], *before: str) -> str:
-    """Returns a command line that can be copied: this script with words in front of those that the user typed."""
-    return shlex.join([*(before or ("python",)), os.path.relpath(sys.argv[0]), *argv])
-
-
 def several_values(error: Exception, argv: list[str]) -> ConfigError | None:
     """Explains `seed=1,2` without `-m`, for which Hydra has words of its own; None for any other error.
 
@@ -56,7 +58,7 @@ def several_values(error: Exception, argv: list[str]) -> ConfigError | None:
     if takes_a_list(key) and "(" not in value:
         why, fix = "a list is written in brackets", f"run with {shlex.quote(f'{key}=[{value}]')}"
         return ConfigError(key, value, why, expected="one list", fix=fix)
-    why, fix = "several values are a sweep, a job for each", f"run {command(['-m', *argv])}"
+    why, fix = "several values are a sweep, a job for each", f"run {shlex.join([*cli.typed(), '-m', *argv])}"
     return ConfigError(key, value, why, expected="one value, or -m", fix=fix)
 
 
@@ -65,12 +67,21 @@ def config_flags(argv: list[str]) -> list[str]:
     parsed = get_args_parser().parse_args(argv)
     flags = []
     if parsed.config_path:
-        flags += ["--config-path", parsed.config_path]  # relative to the script, not to the current folder
+        flags += ["--config-path", parsed.config_path]
     if parsed.config_dir:
         flags += ["--config-dir", str(Path(parsed.config_dir).absolute())]
     if parsed.config_name:
         flags += ["--config-name", parsed.config_name]
     return flags
+
+
+def with_config_path(argv: list[str]) -> list[str]:
+    """Returns the arguments with an absolute `--config-path`; it is relative to the file that was started, if any."""
+    given = get_args_parser().parse_intermixed_args(argv).config_path
+    if given is None or "://" in given:
+        return argv
+    folder = Path() if cli.installed() else Path(sys.argv[0]).parent
+    return [*argv, "--config-path", str((folder / given).resolve())]  # the last one counts
 
 
 def with_latest(argv: list[str]) -> list[str]:
@@ -113,7 +124,10 @@ def refuse_study(hydra: Any, argv: list[str]) -> None:
     if not varied.keys() - given:
         return
     name = hydra.runtime.choices.get("experiment")
-    why, fix = f"a study of {', '.join(varied)}, a job for each", f"run {command(['-m', *argv])}"
+    why, fix = (
+        f"a study of {', '.join(varied)}, a job for each",
+        f"run {shlex.join([*cli.typed(), '-m', *argv])}",
+    )
     raise ConfigError("experiment", name, why, expected="-m, or a value for each of them", fix=fix)
 
 
@@ -141,17 +155,12 @@ def without_null(argv: list[str]) -> list[str]:
     return ["logger=none" if part == "logger=null" else part for part in argv if part not in nothing]
 
 
-def script() -> str:
-    """Returns the absolute path of the script that was started."""
-    return str(Path(sys.argv[0]).absolute())
-
-
 def swept(overrides: Iterable[str], typed: Iterable[str]) -> list[str]:
     """Returns the overrides of a job that tell it from the other jobs of its sweep, as far as names say it.
 
     Args:
-        overrides: Of the job.
-        typed: Of the sweep. One that is the same there was not swept.
+        overrides: Overrides of the job.
+        typed: Overrides of the sweep. One that is the same there was not swept.
     """
     same = {(key_of(part), _squeezed(value_of(part))) for part in typed}
     told = [part for part in overrides if (key_of(part), _squeezed(value_of(part))) not in same]

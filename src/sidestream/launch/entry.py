@@ -16,11 +16,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from sidestream import cli
 from sidestream.config import hydra_trust, schema, trust, withheld
-from sidestream.config.compatibility import Layout, check, remarks
+from sidestream.config.compatibility import check, remarks
 from sidestream.config.errors import ConfigError, cannot_write, is_of_place
 from sidestream.config.help import help_text, list_options_once
 from sidestream.config.hydra_errors import USER_ERRORS, explain, is_of_user
+from sidestream.config.layout import Layout
 from sidestream.launch import (
     arguments,
     failures,
@@ -68,7 +70,7 @@ def run(main: Callable[[], None], *, shows_status: bool = True) -> NoReturn:
             status.say("composing the configuration")
         # Hydra wants its flags in front.
         plain = resume.without_strict(arguments.without_null([*flags, *overrides]))
-        sys.argv[1:] = resume.rewrite(sweeps.rewrite(plain))
+        sys.argv[1:] = arguments.with_config_path(resume.rewrite(sweeps.rewrite(plain)))
         main()
     except Exception as error:
         if not is_of_user(error) and not is_of_place(error):
@@ -86,6 +88,7 @@ def register() -> None:
     hydra_trust.install()
     list_options_once()
     OmegaConf.register_new_resolver("help_text", help_text, replace=True)
+    OmegaConf.register_new_resolver("spelled", cli.spelled, replace=True)
     OmegaConf.register_new_resolver("job_label", arguments.job_label, replace=True)
 
 
@@ -218,7 +221,7 @@ def start(cfg: DictConfig) -> None:
         if choices.get(name) == nothing:  # says nothing of the run
             del choices[name]
     Launch(
-        command=shlex.join(["python", os.path.relpath(sys.argv[0]), *_typed]),
+        command=shlex.join([*cli.typed(), *_typed]),
         overrides=[part for part in arguments.of_task(hydra) if arguments.key_of(part) != "resume"],
         flags=arguments.config_flags(sys.argv[1:]),
         choices=choices,

@@ -13,6 +13,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError, PlainError
 from sidestream.launch import waiting
 from sidestream.launch.phase import Phase
@@ -148,7 +149,8 @@ def how_to_go_on(folder: Path) -> str:
         return "there is no checkpoint yet: start it again"
     place = os.path.relpath(folder)
     plain = re.fullmatch(r"[\w./-]+", place, re.ASCII) is not None
-    return f"go on with: python train.py {'resume=' + place if plain else shlex.quote('resume=' + quoted(place))}"
+    word = f"resume={place}" if plain else shlex.quote(f"resume={quoted(place)}")
+    return f"go on with: {cli.spelled('python train.py')} {word}"
 
 
 def write_result(folder: Path, *, error: str, status: Status) -> None:

@@ -50,8 +50,8 @@ class Phase:
         doing: What it did last, such as `dispatch`; may be empty.
         beats: Signs of life so far, equal on ranks that have done the same.
         entered: `time.monotonic()` at which it began, the same clock in all processes of a machine.
-        timeout: Of the groups, in seconds.
-        pid: Of the rank's process; 0 before it has said anything.
+        timeout: Time-out of the process groups, in seconds.
+        pid: Process id of the rank; 0 before it has said anything.
     """
 
     name: str = STARTING

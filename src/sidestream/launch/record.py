@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_yaml
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sidestream.config.compatibility import Layout, auto_warmup
+from sidestream.config.compatibility import auto_warmup
 from sidestream.config.errors import ConfigError, as_typed
+from sidestream.config.layout import Layout
 from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
 from sidestream.config.schema import SCHEMAS, options_with
 from sidestream.launch import arguments, taken

@@ -19,7 +19,7 @@ class Process:
 
     Attributes:
         cpu: Seconds on cores so far.
-        stopped: By SIGSTOP or a debugger.
+        stopped: It is held by SIGSTOP or a debugger.
     """
 
     cpu: float

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, phase, status, stopping
 from sidestream.launch.phase import Phase
 from sidestream.launch.processes import PARENT, Signals, kill_group, send
@@ -20,19 +20,20 @@ from sidestream.launch.worker import STORE
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # after a common step, or before the first
 DIED_OF_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # before it could listen
 SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to record what they saw
+SECONDS_TO_LEAVE = 30.0  # more, for a rank that failed in nothing and is on its way out
 SECONDS_AFTER_END = 60.0  # of silence, for the others once the first rank has ended well
 _POLL_SECONDS = 0.05
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """A started rank and, once it has ended, how.
 
     Attributes:
-        killed: By us.
+        killed: The supervisor killed it.
         phase: Where it was seen last.
         silent: Seconds without a sign of life after which it was given up.
-        stopped: By SIGSTOP or a debugger, when it was given up.
+        stopped: It was held by SIGSTOP or a debugger when it was given up.
     """
 
     number: int
@@ -56,7 +57,7 @@ def supervise(folder: Path, *, layout: Layout, debug: bool = False) -> int:
     """
     failures.clear(folder)
     with scratch() as shared, Signals() as signals:
-        ranks: list[Rank] = []
+        ranks: list[RankProcess] = []
         try:
             for number in range(layout.world_size):
                 ranks.append(_start(folder, number, layout=layout, store=shared / "store"))
@@ -90,7 +91,7 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys(path for path in paths if path))
 
 
-def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> Rank:
+def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> RankProcess:
     environment = {
         **os.environ,
         **rank_environment(layout, rank=number, store=store),
@@ -109,13 +110,13 @@ def _start(folder: Path, number: int, *, layout: Layout, store: Path) -> Rank:
             stderr=log,
             start_new_session=True,
         )
-    return Rank(number, process)
+    return RankProcess(number, process)
 
 
 class _Watch:
     """Follows ranks until each has ended by itself or been killed."""
 
-    def __init__(self, folder: Path, ranks: list[Rank], signals: Signals, shared: Path) -> None:
+    def __init__(self, folder: Path, ranks: list[RankProcess], signals: Signals, shared: Path) -> None:
         self._folder, self._ranks, self._signals, self._shared = folder, ranks, signals, shared
         self._silence = Silence(
             lambda: {rank.number: phase.read(shared, rank.number) for rank in self._running},
@@ -126,7 +127,7 @@ class _Watch:
         self._first_end: float | None = None  # with 0
 
     @property
-    def _running(self) -> list[Rank]:
+    def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.returncode is None]
 
     def until_the_end(self) -> None:
@@ -143,12 +144,22 @@ class _Watch:
                 print(stopping.answer(now), file=sys.stderr, flush=True)
                 self._ask(self._signals.received[0])
             self._silence.look()
-            if time.monotonic() >= self._deadline or len(self._signals.received) > 1 or self._given_up():
+            late = time.monotonic() - self._deadline
+            ends = late >= 0 and (late >= SECONDS_TO_LEAVE or not self._someone_leaves())
+            if ends or len(self._signals.received) > 1 or self._given_up():
                 self._kill()
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _ended(self, rank: Rank, code: int) -> None:
+    def _someone_leaves(self) -> bool:
+        """Whether a rank that failed in nothing is on its way out: how it ends says why the others failed."""
+        failed = {failure.rank for failure in failures.recorded(self._folder)}
+        return any(
+            rank.number not in failed and phase.read(self._shared, rank.number).name == phase.LEAVING
+            for rank in self._running
+        )
+
+    def _ended(self, rank: RankProcess, code: int) -> None:
         now = time.monotonic()
         rank.phase = phase.read(self._shared, rank.number)
         if code == 0:
@@ -201,7 +212,7 @@ class _Watch:
             rank.returncode = rank.process.returncode
 
 
-def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool) -> int:
+def _conclude(folder: Path, ranks: list[RankProcess], signals: Signals, *, debug: bool) -> int:
     found = failures.recorded(folder)
     explained = {failure.rank for failure in found}
     for rank in ranks:
@@ -223,7 +234,7 @@ def _conclude(folder: Path, ranks: list[Rank], signals: Signals, *, debug: bool)
     return _interrupted(folder, ranks, signals)
 
 
-def _interrupted(folder: Path, ranks: list[Rank], signals: Signals) -> int:
+def _interrupted(folder: Path, ranks: list[RankProcess], signals: Signals) -> int:
     codes = [rank.returncode or 0 for rank in ranks]
     if not any(codes):
         return 0  # it was finished when the signal came

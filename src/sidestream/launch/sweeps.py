@@ -10,8 +10,10 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from sidestream.config.compatibility import Layout
+from sidestream import cli
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
+from sidestream.config.place import CONF
 from sidestream.launch import arguments, resume, taken
 from sidestream.launch.record import Launch
 from sidestream.tracking.integrity import FOLDER, newest_whole
@@ -111,13 +113,12 @@ def _config_flags(name: str, sources: dict[str, str]) -> list[str]:
     Args:
         sources: Hydra's name of a place -> folder.
     """
-    flags = [] if name == Path(arguments.script()).stem else ["--config-name", name]
+    flags = [] if name == cli.module() else ["--config-name", name]
     if "command-line" in sources:
         flags += ["--config-dir", sources["command-line"]]
-    above = Path(arguments.script()).parents
     main = Path(sources.get("main", ""))
-    # Beside the script or above: its own. Naming it would tie the sweep to where this checkout lies.
-    if main.is_absolute() and main.is_dir() and main not in [folder / "conf" for folder in above[:2]]:
+    # Naming the shipped one would tie the sweep to where this checkout, or this environment, lies.
+    if main.is_absolute() and main.is_dir() and main.resolve() != CONF:
         flags += ["--config-path", str(main)]
     return flags
 

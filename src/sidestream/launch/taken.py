@@ -27,7 +27,7 @@ def take(parts: Sequence[str], *, folder: Path, option: str) -> list[str]:
     """Returns the overrides of a folder that are taken over, and says in one line which are not.
 
     Args:
-        parts: As they are in the folder, without those that the command line sets anew.
+        parts: The config's parts as they are in the folder, without those that the command line sets anew.
         option: What the user typed the folder for, such as `resume`.
     """
     left = [part for part in parts if not _is_data(part)]
@@ -46,8 +46,8 @@ def refuse_flags(flags: Sequence[str], given: Sequence[str], *, folder: Path, op
     """Does not take over where configs are read from; a run that was started with such a flag needs it typed.
 
     Args:
-        flags: Of the folder.
-        given: Of this command line.
+        flags: Flags that the folder's run was started with.
+        given: Flags of this command line.
 
     Raises:
         ConfigError: the folder has flags and the command line none.

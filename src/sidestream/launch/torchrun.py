@@ -6,6 +6,7 @@ Were every rank to run Hydra, each would evaluate `${now:}` for itself and write
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from sidestream.config.compatibility import Layout
+from sidestream import cli
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, stopping
 from sidestream.launch.record import as_config
 from sidestream.launch.worker import RankEnv, run_rank
@@ -87,8 +89,6 @@ def _is_batch_script(starter: str) -> bool:
 
 
 def _command(starter: str, tasks: int, argv: list[str]) -> str:
-    from sidestream.launch import arguments  # imports Hydra, which a rank does without
-
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
     if starter == "mpirun":
         nodes = tasks // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", tasks))
@@ -96,11 +96,11 @@ def _command(starter: str, tasks: int, argv: list[str]) -> str:
     if nodes == 1:
         given = any(part.startswith("trainer.devices=") for part in argv)
         words = argv if given else [*argv, f"trainer.devices={tasks}"]
-        return arguments.command(words, *(on_each if starter == "srun" else ()), "python")
+        return shlex.join([*cli.typed(*(on_each if starter == "srun" else ()), "python"), *words])
     here = os.environ.get("SLURMD_NODENAME") or platform.node()
     each = ("torchrun", f"--nnodes={nodes}", f"--nproc-per-node={tasks // nodes}", "--rdzv-backend=c10d")
     where = f"--rdzv-endpoint={here}:29500"
-    return arguments.command(argv, *(on_each if starter == "srun" else ()), *each, where)
+    return shlex.join([*cli.typed(*(on_each if starter == "srun" else ()), *each, where), *argv])
 
 
 def world() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from sidestream.launch.silence import look_at
 
 # Texts of gloo, of torch's stores, of NCCL, and of `fusion=mega`.
 _IN_VAIN = re.compile(
-    r"timed out waiting \d+ ?ms|wait timeout after|socket timeout|watchdog caught|did not answer within",
+    r"timed out waiting \d+ ?ms|wait timeout|socket timeout|watchdog caught|did not answer within",
     re.IGNORECASE,
 )
 
@@ -17,8 +17,8 @@ class LostExchange(RuntimeError):
     """A transfer or a reduction that did not come to its end.
 
     Args:
-        where: Such as `dispatch of MoE layer 2`.
-        members: Of the group, such as `expert-parallel group, ranks 0, 1`; may be empty.
+        where: What is waited for, such as `dispatch of MoE layer 2`.
+        members: The group and who is in it, such as `expert-parallel group, ranks 0, 1`; may be empty.
         ranks: Global ranks of the group.
         why: What the library said.
     """

@@ -15,11 +15,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from sidestream.config import trust, withheld
-from sidestream.config.compatibility import Layout
 from sidestream.config.errors import ConfigError
+from sidestream.config.layout import Layout
 from sidestream.launch import failures, phase, stopping, terminal
+from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.lighter import without_transformers
-from sidestream.launch.memory import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.record import Launch, as_config, load_resolved
 

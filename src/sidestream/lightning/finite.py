@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from sidestream import cli
 from sidestream.config.errors import PlainError
 from sidestream.parallel.reduction import local
 from sidestream.tracking.integrity import checkpoints, step_of
@@ -63,5 +64,5 @@ def _how_to_go_on(run_folder: Path) -> str:
     whole = checkpoints(run_folder)
     if not whole:
         return "there is no earlier one: start again, with a lower optimizer.lr"
-    command = f"python train.py resume={os.path.relpath(run_folder)} optimizer.lr=<lower>"
+    command = f"{cli.spelled('python train.py')} resume={os.path.relpath(run_folder)} optimizer.lr=<lower>"
     return f"that of step {step_of(whole[-1])} is kept; go on with: {command}"

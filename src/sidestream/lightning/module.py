@@ -38,13 +38,13 @@ class Recipe:
     """How to train, in plain values.
 
     Attributes:
-        seed: Of everything random but the initial weights' values, which have it by name.
+        seed: Decides everything random; the initial weights' values draw from it by name.
         global_batch_size: Sequences per step over all ranks.
         micro_batch_size: Sequences per rank and micro-batch.
         seq_length: Tokens per sequence.
         max_norm: Gradient clipping; None is off.
         autocast: bf16 autocast of the forward pass.
-        data_checksum: Of the corpus.
+        data_checksum: Checksum of the corpus.
         changes_model: The schedule or `router.force_balance` computes another function than the plain model.
         function: Name of the function that the schedule computes.
         initial_weights: Folder of weights to start from; None: from the seed.

@@ -35,7 +35,7 @@ class ConfiguredOptions:
         """After a load: the options again, and the rates as they are at this step.
 
         Args:
-            factor: Of the rate at the step to come.
+            factor: The schedule's factor of the learning rate at the step to come.
         """
         for group, options in zip(self.optimizer.param_groups, self._groups, strict=True):
             group.update(options)

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from sidestream.lightning.progress import RichProgress
-from sidestream.measure.overlap_report import OverlapReport
 from sidestream.parallel.step import StepReport
+from sidestream.profiling.figures import OverlapReport
 from sidestream.tracking import expert_load, names
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.load import load_metrics, worst_load
@@ -40,14 +40,14 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class RunSizes:
     """What turns counts and times into metrics.
 
     Attributes:
         tokens_per_step: Over all ranks.
         flops_per_token: Model FLOPs, forward and backward.
         expert_parallel_size: Ranks that share one copy of the experts.
-        max_steps: Of the run.
+        max_steps: Steps of the run.
         every: Steps between records.
     """
 
@@ -66,8 +66,8 @@ class Recorder:
         folder: The run folder.
         loggers: Mirrors of metrics.jsonl.
         progress: The bar.
-        sizes: See there.
-        peak: Of this rank's device.
+        sizes: What turns counts and times into metrics.
+        peak: Peak FLOP/s of this rank's device.
         memory: Gives (current, peak) bytes of this rank.
     """
 
@@ -78,7 +78,7 @@ class Recorder:
         folder: RunFolder,
         loggers: Sequence[Logger],
         progress: RichProgress,
-        sizes: Sizes,
+        sizes: RunSizes,
         peak: Peak,
         memory: Callable[[], tuple[int, int]],
     ) -> None:
@@ -109,7 +109,7 @@ class Recorder:
 
         Args:
             share: Gives every rank what rank 0 has.
-            bytes_on_wire: Of the steps until then.
+            bytes_on_wire: Bytes sent in the steps until then.
         """
         self._step, self._bytes = step, bytes_on_wire
         records: list[dict[str, Any]] = []

@@ -194,7 +194,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """
         step = self._step
         assert step is not None, "begin_training first"
-        slots = getattr(step.model.schedule, "slots", None)
+        slots = step.model.schedule.slots
         bound = (self._lint or self.graph).bind(batch)
         with nullcontext() if self._looked else FirstStep(step):
             while True:

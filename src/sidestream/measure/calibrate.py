@@ -26,8 +26,8 @@ from sidestream.fusion.base import gated_activation
 from sidestream.measure.arms import gemm_arm
 from sidestream.measure.layer import DTYPES, Job, run_job
 from sidestream.measure.problem import make_weights
-from sidestream.measure.rounds import median, time_rounds, timed
 from sidestream.measure.shapes import SHAPES, LayerShape
+from sidestream.profiling.rounds import median, time_rounds, timed
 
 CPU = torch.device("cpu")
 PRODUCTS = ("A", "B")

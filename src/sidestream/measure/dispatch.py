@@ -41,10 +41,10 @@ from sidestream.measure.dispatch_routing import (
     necessary,
 )
 from sidestream.measure.layer import DTYPES
-from sidestream.measure.memory import peak_on
+from sidestream.measure.peak_memory import peak_on
 from sidestream.measure.problem import describe_ids
-from sidestream.measure.rounds import time_rounds, timed
 from sidestream.measure.shapes import LayerShape
+from sidestream.profiling.rounds import time_rounds, timed
 
 CHECKED = -1  # number of the draw that is checked and weighed; not one of the rounds
 DEVICES = {"cpu": torch.device("cpu")}

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sidestream.measure.report import STATISTICS
-from sidestream.measure.summary import summarize
+from sidestream.profiling.rounds import summarize
 from sidestream.tracking.drawing import COLORS
 
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")

@@ -27,7 +27,7 @@ def code() -> dict[str, Any]:
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str | None]:
-    """Of the packages every run records, and of these; None: not installed."""
+    """Versions of the packages every run records, and of these; None: not installed."""
     found: dict[str, str | None] = dict(package_versions())
     for package in packages:
         try:

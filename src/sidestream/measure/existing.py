@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidestream.launch.memory import keep_freed_memory
+from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.worker import RankEnv
 from sidestream.parallel.world import join_world, leave_world
 

@@ -27,12 +27,11 @@ from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.none import NoGraph
 from sidestream.graph.step import MIN_WARMUP, StepGraph
-from sidestream.measure.memory import peak_on
-from sidestream.measure.rounds import time_rounds
-from sidestream.measure.summary import summarize
+from sidestream.measure.peak_memory import peak_on
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.step import TrainingStep
+from sidestream.profiling.rounds import summarize, time_rounds
 
 VOCAB_SIZE = 256
 

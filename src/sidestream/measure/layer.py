@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 from sidestream.measure import peers
 from sidestream.measure.arms import GEMM, Arm, dense_arm, gemm_arm, sidestream_arm
 from sidestream.measure.dispatch_routing import activation_bytes
-from sidestream.measure.memory import peak_growth
+from sidestream.measure.peak_memory import peak_growth
 from sidestream.measure.problem import (
     Answer,
     Weights,
@@ -30,9 +31,9 @@ from sidestream.measure.problem import (
     make_weights,
     reference,
 )
-from sidestream.measure.rounds import call, run_rounds
+from sidestream.measure.sent_bytes import CountBytes
 from sidestream.measure.shapes import LayerShape
-from sidestream.measure.traffic import CountBytes
+from sidestream.profiling.rounds import barrier, time_rounds
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Largest accepted distance from the fp32 reference, |arm - reference| / |reference|: of a whole tensor, and of the
@@ -272,7 +273,7 @@ def _milliseconds(seconds: Tensor) -> dict[str, list[float]]:
 
 
 def check(case: Case, x: Tensor, output_gradient: Tensor) -> dict[str, dict[str, float]]:
-    """Compare every arm's output and gradients with the fp32 reference (case j5). Collective.
+    """Compare every arm's output and gradients with the fp32 reference. Collective.
 
     Returns:
         Arm -> relative error of each tensor, the largest over the ranks.
@@ -347,3 +348,54 @@ def _bytes_and_memory(
 def _pass(arm: Arm, x: Tensor, output_gradient: Tensor) -> None:
     arm.forward(x.detach().requires_grad_()).backward(output_gradient)
     arm.clear_gradients()
+
+
+def call(arm: Arm, x: Tensor, output_gradient: Tensor) -> tuple[float, float]:
+    """One forward and one backward of an arm, from cleared gradients.
+
+    Returns:
+        Seconds of this rank, forward and backward.
+    """
+    arm.clear_gradients()
+    leaf = x.detach().requires_grad_()
+    barrier()
+    begin = time.perf_counter()
+    output = arm.forward(leaf)
+    forward = time.perf_counter() - begin
+    barrier()
+    begin = time.perf_counter()
+    output.backward(output_gradient)
+    backward = time.perf_counter() - begin
+    barrier()
+    return forward, backward
+
+
+def run_rounds(
+    arms: Sequence[Arm],
+    *,
+    tokens: Callable[[int], Tensor],
+    output_gradient: Tensor,
+    rounds: int,
+    warmup: int,
+    seed: int,
+) -> Tensor:
+    """Time all arms of the layer benchmark. Collective.
+
+    Args:
+        tokens: Number of a draw -> `[T, D]`; every call has a draw of its own. The GEMM library keeps its kernels by
+            row count for the whole process: with common tokens the first arm of a round would build those of the
+            others.
+        output_gradient: `[T, D]`.
+        rounds: Rounds that count.
+        warmup: Rounds before them that do not.
+
+    Returns:
+        `[rounds, arms, 2]` float64 seconds of the slowest rank, forward and backward.
+    """
+
+    def measure(number: int, index: int) -> tuple[float, float]:
+        times = call(arms[number], tokens(index * len(arms) + number), output_gradient)
+        arms[number].clear_gradients()
+        return times
+
+    return time_rounds(len(arms), measure, parts=2, rounds=rounds, warmup=warmup, seed=seed)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidestream.measure.overlap import BOTH
+from sidestream.profiling.bench import BOTH
 from sidestream.tracking.markdown import notes, table
 
 _SHARED = (

@@ -16,26 +16,26 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from sidestream import build
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.data.batch import Batch
 from sidestream.exchange.link import ThrottledLink
 from sidestream.launch import torchrun
 from sidestream.launch.record import Launch
 from sidestream.launch.worker import RankEnv, available_cores
 from sidestream.measure import environment as facts
-from sidestream.measure.overlap import ARMS, BOTH, SHOWN, Bench, Measured
-from sidestream.measure.overlap_picture import both_arms, save
-from sidestream.measure.overlap_report import ratio, remarks
-from sidestream.measure.overlap_work import StepWork, UnitWork, Work, unit_input
-from sidestream.measure.summary import summarize
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.mesh import Parallel, build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import TrainingStep
 from sidestream.parallel.world import join_world, leave_world
+from sidestream.profiling.bench import ARMS, BOTH, SHOWN, Bench, Measured
+from sidestream.profiling.figures import ratio, remarks
+from sidestream.profiling.picture import both_arms, save
+from sidestream.profiling.rounds import summarize
+from sidestream.profiling.work import StepWork, UnitWork, Work, unit_input
 from sidestream.tracking.folder import RunFolder, write_json_atomic
-from sidestream.tracking.result import Overlap, RunResult
+from sidestream.tracking.result import OverlapResult, RunResult
 
 SCHEMA_VERSION = 1
 VOCAB_SIZE = 256
@@ -251,8 +251,8 @@ def _ms(seconds: list[float]) -> list[float]:
 def _schedule(bench: Bench) -> dict[str, Any]:
     """The schedule's choices, with what `auto` came to."""
     schedule = bench.schedule
-    slots = getattr(schedule, "slots", None)
-    told = {"name": getattr(schedule, "name", type(schedule).__name__)}
+    slots = schedule.slots
+    told: dict[str, Any] = {"name": schedule.name}
     for key in ("tap", "num_chunks", "delay_wgrad"):
         if hasattr(schedule, key):
             told[key] = getattr(schedule, key)
@@ -301,10 +301,10 @@ def _emulated(record: dict[str, Any]) -> list[str]:
     return told
 
 
-def _overlap(record: dict[str, Any]) -> Overlap:
+def _overlap(record: dict[str, Any]) -> OverlapResult:
     last = list(record["passes"].values())[-1]
     medians = {arm: last["ms"][arm]["median"] for arm in ARMS}
-    return Overlap(
+    return OverlapResult(
         compute_ms=medians["compute"],
         comm_ms=medians["communication"],
         serial_ms=medians["serial"],
@@ -355,7 +355,7 @@ def _result(record: dict[str, Any], launch: Launch) -> RunResult:
         command=launch.command,
         choices=launch.choices,
         **{key: record[key] for key in kept},
-        overlap=Overlap(**record["overlap"]),
+        overlap=OverlapResult(**record["overlap"]),
         versions=record["versions"],
         commit=f"{record['commit']}{dirty}" if record["commit"] else None,
     )

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sidestream.config.compatibility import Layout
+from sidestream.config.layout import Layout
 from sidestream.launch.processes import PARENT, kill_group
 from sidestream.launch.scratch import scratch
 from sidestream.launch.supervisor import import_path, rank_environment

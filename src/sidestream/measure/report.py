@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.measure.summary import summarize
+from sidestream.profiling.rounds import summarize
 from sidestream.tracking import drawing
 
 COLORS = {"sidestream": drawing.COLORS[0], "peer": drawing.COLORS[1], "dense": drawing.NEUTRAL}

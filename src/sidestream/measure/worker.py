@@ -13,7 +13,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-from sidestream.launch.memory import keep_freed_memory
+from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
 from sidestream.launch.worker import RankEnv, available_cores
 from sidestream.tracking.folder import write_json_atomic

@@ -31,16 +31,16 @@ class Account:
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Of one token's forward pass, in FLOP; times 3 with backward. Blocks are numbered from 0.
+    """FLOPs of one token's forward pass, by part; backward takes twice as many again. Blocks are numbered from 0.
 
     Attributes:
-        projections: Of one attention: everything but scores and values.
-        scores: Of each block: queries times keys, and scores times values, over the tokens that are seen.
-        ffn: Of one dense feed-forward.
-        routed, shared: Of one MoE layer: `top_k` experts, the shared ones.
-        head: Of the output projection.
-        mtp_projection: Of one multi-token prediction layer, from two hidden states to one; it has an attention, a MoE
-            layer and the head beside it.
+        projections: One attention's projections: everything but scores and values.
+        scores: Per block: queries times keys, and scores times values, over the tokens that are seen.
+        ffn: One dense feed-forward.
+        routed, shared: One MoE layer's `top_k` routed experts, and its shared ones.
+        head: The output projection.
+        mtp_projection: One multi-token prediction layer's projection of two hidden states to one; the layer has
+            an attention, a MoE layer and the head beside it.
     """
 
     projections: int
@@ -52,7 +52,7 @@ class ForwardFlops:
     mtp_projection: int
 
     def total(self, shape: ModelShape) -> float:
-        """Of the whole model."""
+        """FLOPs of the whole model, forward pass of one token."""
         moe_blocks, mtp = len(shape.moe_blocks), shape.num_mtp_layers
         moe = self.routed + self.shared
         body = shape.num_layers * self.projections + sum(self.scores)
@@ -110,7 +110,7 @@ def account(shape: ModelShape, *, top_k: int, seq_length: int, extra_per_unit: i
 
 
 def _attention(shape: ModelShape) -> tuple[int, int, int]:
-    """Of one attention: parameters of its projections, features of all heads in scores and values, norm weights."""
+    """One attention: parameters of its projections; features of all heads, in scores and values; norm weights."""
     hidden, heads = shape.hidden_size, shape.num_heads
     if shape.mla is not None:
         mla: MLAShape = shape.mla
@@ -131,7 +131,7 @@ def _output_gate(shape: ModelShape) -> int:
 
 
 def _seen(shape: ModelShape, seq_length: int) -> tuple[float, ...]:
-    """Tokens that a token attends to on average, of each block: S / 2, in a window w (1 - w / 2S)."""
+    """How many tokens a token attends to on average, per block: S / 2, in a window w (1 - w / 2S)."""
     window = min(shape.sliding_window or seq_length, seq_length)
     inside = window * (1 - window / (2 * seq_length))
     return tuple(

@@ -12,7 +12,8 @@ from sidestream.model.config import ModelShape
 from sidestream.model.context import TokenContext
 from sidestream.model.layers import RMSNorm, SwiGLU, run
 from sidestream.model.moe import Ledger, MoE, MoEParts
-from sidestream.overlap.path import Schedule
+from sidestream.overlap.base import Schedule
+from sidestream.overlap.recorder import SILENT, Recorder
 
 
 class _AttentionBranch(nn.Module):
@@ -22,11 +23,17 @@ class _AttentionBranch(nn.Module):
         self.self_attention = Attention(shape) if shape.mla is None else LatentAttention(shape)
         self.dropout = nn.Dropout(shape.dropout)
         self.recompute = shape.activation_checkpointing
+        self.recorder, self.attention_part = SILENT, "attention"
 
     def attention(self, h: Tensor, context: TokenContext) -> Tensor:
         """What attention adds to the residual stream `h` `[B, S, H]`."""
-        added = run(self.self_attention, self.attention_norm(h), context, recompute=self.recompute)
-        return self.dropout(added)
+
+        def added(h: Tensor) -> Tensor:
+            return self.dropout(
+                run(self.self_attention, self.attention_norm(h), context, recompute=self.recompute)
+            )
+
+        return self.recorder.part(self.attention_part, added, h)
 
 
 class DenseBlock(_AttentionBranch):
@@ -44,7 +51,11 @@ class DenseBlock(_AttentionBranch):
 
     def feed_forward(self, a: Tensor) -> Tensor:
         """What the feed-forward adds to the residual stream `a` `[B, S, H]`."""
-        return self.dropout(run(self.ffn, self.norm(a), recompute=self.recompute))
+
+        def added(a: Tensor) -> Tensor:
+            return self.dropout(run(self.ffn, self.norm(a), recompute=self.recompute))
+
+        return self.recorder.part("feed_forward", added, a)
 
 
 class MoEUnit(_AttentionBranch):
@@ -70,10 +81,11 @@ class MoEUnit(_AttentionBranch):
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.moe = MoE(shape, parts, layer=layer, ledger=ledger)
         self.schedule = schedule
-        self.moe.runs_serially = lambda: not getattr(schedule, "enabled", True)
+        self.moe.runs_serially = lambda: not schedule.enabled
         self._before = (before,)  # in a tuple it is no submodule
-        make_extra = getattr(schedule, "extra", None)  # a user's own schedule may add nothing
-        self.extra = nn.ModuleDict(make_extra(shape) if make_extra is not None else {})
+        if before is not None:
+            before.attention_part = "attention_before"
+        self.extra = nn.ModuleDict(schedule.extra(shape))
 
     @property
     def before(self) -> DenseBlock | None:
@@ -81,4 +93,10 @@ class MoEUnit(_AttentionBranch):
 
     def forward(self, h: Tensor, context: TokenContext) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`."""
-        return self.schedule(self, h, context)
+        return self.recorder.unit(self.schedule(self, h, context))
+
+    def record(self, recorder: Recorder) -> None:
+        """Let the parts of this unit, and of the block that it runs, report to a recorder."""
+        for module in (self, self.before, self.moe, self.moe.experts):
+            if module is not None:
+                module.recorder = recorder

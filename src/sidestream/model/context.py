@@ -19,7 +19,7 @@ class TokenContext:
         mask: `[B or 1, 1, S, S]` bool, True where a token may attend: earlier, and of the same document.
         positions: `[B, S]` int64, position within the document.
         valid: `[T]` bool, False on padding.
-        before: Of the block in front, where one unit runs both; else None.
+        before: The context for the block in front, where one unit runs both; else None.
     """
 
     mask: Tensor | None = None
@@ -28,7 +28,7 @@ class TokenContext:
     before: TokenContext | None = None
 
     def halves(self, num_sequences: int) -> tuple[TokenContext, TokenContext]:
-        """Of the first and the second half of the sequences; the first is the larger one."""
+        """The contexts of the first and the second half of the sequences; the first half is the larger one."""
 
         def half(part: int) -> TokenContext:
             def cut(x: Tensor | None) -> Tensor | None:
@@ -44,7 +44,7 @@ class TokenContext:
 
     @classmethod
     def of(cls, segments: Tensor | None) -> TokenContext:
-        """From `Batch.segments` `[B, S]`."""
+        """Returns the context of a batch from `Batch.segments` `[B, S]`, the number of each token's document."""
         if segments is None:
             return PLAIN
         index = torch.arange(segments.shape[1], device=segments.device)
@@ -57,7 +57,7 @@ class TokenContext:
         return cls((same & causal).unsqueeze(1), index - first, (segments >= 0).reshape(-1))
 
     def within(self, window: int, *, seq_length: int, device: torch.device) -> TokenContext:
-        """The same where a token attends to the `window` last tokens only, itself among them."""
+        """Returns the same context, but that a token attends to the `window` last tokens only, itself among them."""
         if window >= seq_length:
             return self
         index = torch.arange(seq_length, device=device)

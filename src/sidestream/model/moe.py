@@ -13,8 +13,8 @@ Legend: T tokens, H features, E experts in total, L local experts, F expert widt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from sidestream.dispatch.base import Dispatcher, Received, Routing
+from sidestream.dispatch.base import Dispatcher, Received
 from sidestream.fusion.base import Fused, Fusion
 from sidestream.fusion.late import Late
 from sidestream.model.config import ModelShape
@@ -32,8 +32,9 @@ from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import GatedSwiGLU, SwiGLU, run
 from sidestream.model.ledger import Ledger
 from sidestream.overlap.path import FusedPath, Path, RoutedPath
+from sidestream.overlap.recorder import SILENT
 from sidestream.routing.balance import Balance
-from sidestream.routing.router import Decision, Router, joined
+from sidestream.routing.router import Routed, Router
 from sidestream.routing.scores import jitter, z_loss
 
 
@@ -54,44 +55,6 @@ class MoEParts:
     expert_range: tuple[int, int]
     tokens_per_plan: int = 0
     fused: Fused | None = None
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Tokens with the router's decision for them.
-
-    Attributes:
-        x_TH: `[T, H]`, what the routed experts read.
-        decision: For these tokens.
-        logits_TE: `[T, E]` fp32.
-        seq_length: Tokens per sequence.
-    """
-
-    x_TH: Tensor
-    decision: Decision
-    logits_TE: Tensor
-    seq_length: int
-
-    @staticmethod
-    def joined(parts: Sequence[Routed]) -> Routed:
-        """One after another, as if they had been routed together."""
-        return Routed(
-            torch.cat([part.x_TH for part in parts]),
-            joined([part.decision for part in parts]),
-            torch.cat([part.logits_TE for part in parts]),
-            parts[0].seq_length,
-        )
-
-    def chunks(self, num_chunks: int) -> list[Routed]:
-        """Cut the tokens, and the routes of padding behind them, into chunks of nearly equal size."""
-        routing = self.decision.routing
-        extra = routing.expert_ids.shape[0] - self.x_TH.shape[0]
-        x_TH = F.pad(self.x_TH, (0, 0, 0, extra)) if extra else self.x_TH
-        ids, weights = routing.expert_ids.tensor_split(num_chunks), routing.weights.tensor_split(num_chunks)
-        return [
-            replace(self, x_TH=x, decision=replace(self.decision, routing=Routing(i, w, routing.complete)))
-            for x, i, w in zip(x_TH.tensor_split(num_chunks), ids, weights)
-        ]
 
 
 def _bias_against(avoid: Tensor, logits_TE: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,6 +81,7 @@ class Experts(nn.Module):
         self.w_gate_up = nn.Parameter(torch.empty(num_local, hidden, 2 * width))
         self.w_down = nn.Parameter(torch.empty(num_local, width, hidden))
         self.fusion, self.recompute = fusion, shape.activation_checkpointing
+        self.recorder = SILENT
 
     def forward(self, received: Received | torch.dtype, late: LateWeights | None = None) -> Any:
         """Rows `[S, H]` -> `[S, H]` in the dtype of the rows.
@@ -127,6 +91,9 @@ class Experts(nn.Module):
         """
         if isinstance(received, torch.dtype):
             return self.weights(received)
+        return self.recorder.experts(self._compute, received, late)
+
+    def _compute(self, received: Received, late: LateWeights | None) -> Tensor:
         if late is None:
             arguments: tuple[Any, ...] = self.weights(received.rows.dtype)
         else:
@@ -143,8 +110,11 @@ class Experts(nn.Module):
         """The weights as `forward` takes them to compute their gradients late, see `fusion.late`.
 
         Args:
-            dtype: Of the rows.
+            dtype: Dtype of the rows.
         """
+        return self.recorder.late_weights(self._late_weights, dtype, self.w_gate_up)
+
+    def _late_weights(self, dtype: torch.dtype) -> LateWeights:
         gradients = (Late(), Late())
         weights = (
             gradients[0].token(local(self.w_gate_up).to(dtype)),
@@ -173,14 +143,15 @@ class MoE(nn.Module):
     def __init__(self, shape: ModelShape, parts: MoEParts, *, layer: int, ledger: Ledger) -> None:
         super().__init__()
         self.parts, self.layer, self.ledger = parts, layer, ledger
-        # Gate and bias are fp32 in every precision: rounding them changes choices (cases d1, d3).
+        # Gate and bias are fp32 in every precision: rounding them changes choices.
         self.gate = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32))
         first, last = parts.expert_range
         self.experts = Experts(shape, num_local=last - first, fusion=parts.fusion)
         shared = GatedSwiGLU if shape.shared_expert_gate else SwiGLU
         self.shared_expert = shared(shape.hidden_size, shape.shared_width) if shape.shared_width else None
         self.recompute = shape.activation_checkpointing
-        # Updated in place at commit, never replaced: savers hold this very tensor (case g2).
+        self.recorder = SILENT
+        # Updated in place at commit, never replaced: savers hold this very tensor.
         self.register_buffer("selection_bias", torch.zeros(shape.num_experts, dtype=torch.float32))
         self.jitter = getattr(parts.router, "jitter", 0.0)
         self._numbers = "first" in inspect.signature(parts.router).parameters
@@ -202,7 +173,7 @@ class MoE(nn.Module):
 
         Args:
             x: What gate and routed experts read.
-            context: Of its tokens.
+            context: Documents and padding of its tokens.
             serial: See `RoutedPath`; None: where the schedule has `enabled=False`.
             delay_wgrad: See `RoutedPath`.
             avoid: `[T, K]` int64, experts that a token must not choose, -1 for none.
@@ -213,6 +184,9 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor, context: TokenContext = PLAIN, *, avoid: Tensor | None = None) -> Routed:
         """The router's decision for `x` `[B, S, H]`, without anything else."""
+        return self.recorder.router(partial(self._route, context=context, avoid=avoid), x)
+
+    def _route(self, x: Tensor, *, context: TokenContext, avoid: Tensor | None) -> Routed:
         x_TH = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             gate_input = x_TH.float()
@@ -248,6 +222,7 @@ class MoE(nn.Module):
             layer=self.layer,
             serial=serial,
             delay_wgrad=delay_wgrad,
+            recorder=self.recorder,
         )
 
     def _fused_path(self, fused: Fused, routed: Routed, *, serial: bool) -> FusedPath:
@@ -288,20 +263,24 @@ class MoE(nn.Module):
         """The shared experts on `x` `[B, S, H]`; zeros if there are none, or where the routed path computes them."""
         if self.shared_expert is None or (self.parts.fused is not None and self.parts.fused.fuses_shared):
             return torch.zeros_like(x)
-        return run(self.shared_expert, x, recompute=self.recompute)
+        shared = partial(run, self.shared_expert, recompute=self.recompute)
+        return self.recorder.part("shared", shared, x)
 
     def shared_up(self, x: Tensor) -> Tensor:
         """The first part of `shared`: up to the activation."""
         assert self.shared_expert is not None
-        return run(self.shared_expert.up, x, recompute=self.recompute)
+        return self.recorder.part(
+            "shared_up", partial(run, self.shared_expert.up, recompute=self.recompute), x
+        )
 
     def shared_down(self, inner: Tensor, x: Tensor) -> Tensor:
         """The rest of `shared`, from what `shared_up` returned; the two together are bitwise equal to it."""
         assert self.shared_expert is not None
-        return run(self.shared_expert.out, inner, x, recompute=self.recompute)
+        down = partial(run, self.shared_expert.out, recompute=self.recompute)
+        return self.recorder.part("shared_down", down, inner, x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32 (case d1)."""
+        """`.to(...)`: the layer moves and its experts are cast, but gate and selection bias stay fp32."""
         if recurse:
             for child in self.children():
                 child._apply(fn)

@@ -19,7 +19,7 @@ from sidestream.model.context import PLAIN, TokenContext
 from sidestream.model.layers import Embedding, RMSNorm
 from sidestream.model.ledger import Ledger
 from sidestream.model.moe import MoE, MoEParts
-from sidestream.overlap.path import Schedule
+from sidestream.overlap.base import Schedule, completed
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,18 @@ class MoETransformer(nn.Module):
 
     def __init__(self, shape: ModelShape, parts: MoEParts, schedule: Schedule) -> None:
         super().__init__()
-        self.shape, self.parts, self.schedule = shape, parts, schedule
+        self.shape, self.parts, self.schedule = shape, parts, completed(schedule)
         moe_blocks = shape.moe_blocks
         self.ledger = Ledger(torch.zeros(len(moe_blocks), shape.num_experts, dtype=torch.int64))
         self.embedding = Embedding(shape.vocab_size, shape.hidden_size)
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList()
-        reads_before = getattr(schedule, "reads_before", lambda: False)()
         for i in range(shape.num_layers):
             if i not in moe_blocks:
                 self.blocks.append(DenseBlock(shape))
                 continue
             last = self.blocks[-1] if self.blocks else None
-            before = last if reads_before and isinstance(last, DenseBlock) else None
+            before = last if schedule.reads_before() and isinstance(last, DenseBlock) else None
             layer = moe_blocks.index(i)
             unit = MoEUnit(shape, parts, schedule, layer=layer, ledger=self.ledger, before=before)
             self.blocks.append(unit)

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sidestream.overlap.base import Overlap
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.fork import fork
 
 if TYPE_CHECKING:
-    from sidestream.model.block import MoEUnit
-    from sidestream.model.context import TokenContext
+    from sidestream.overlap.unit import Context, Unit
 
 
-class ChunkedOverlap(Overlap):
-    """See `Overlap`.
+class ChunkedOverlap(Schedule):
+    """See `Schedule`.
 
     Args:
         num_chunks: Chunks of nearly equal numbers of tokens, in their order.
@@ -36,7 +35,7 @@ class ChunkedOverlap(Overlap):
     def tokens_per_plan(self, num_sequences: int, seq_length: int, *, padding: int = 0) -> int:
         return -(-(num_sequences * seq_length + padding) // self.num_chunks)
 
-    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
+    def __call__(self, unit: Unit, h: Tensor, context: Context) -> Tensor:
         a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)
         routed = unit.moe.route(tap, context)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.fork import fork
 
 if TYPE_CHECKING:
-    from sidestream.model.block import MoEUnit
-    from sidestream.model.context import TokenContext
+    from sidestream.overlap.unit import Context, Unit
 
 
-class NoOverlap:
+class NoOverlap(Schedule):
     """Attention, routed experts, shared expert, one after another.
 
     Args:
@@ -21,12 +21,11 @@ class NoOverlap:
     """
 
     name = "none"
-    changes_model = False
 
     def __init__(self, *, enabled: bool = True) -> None:
-        self.enabled = enabled
+        super().__init__(enabled=enabled)
 
-    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
+    def __call__(self, unit: Unit, h: Tensor, context: Context) -> Tensor:
         a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)
         path = unit.moe.routed_path(tap, context)

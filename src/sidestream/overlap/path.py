@@ -6,6 +6,7 @@ A fused path has the same stages, all in one operation: it begins with the first
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,24 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sidestream.dispatch.base import Dispatcher, Pending, Received, Routing
-
-
-class Schedule(Protocol):
-    """An overlap option: decides the order of work in a unit.
-
-    Attributes:
-        name: Of the option.
-        enabled: False: paths of `unit.moe` wait where they start. Nothing else may change with it.
-        changes_model: It computes another function than `overlap=none`.
-    """
-
-    name: str
-    enabled: bool
-    changes_model: bool
-
-    def __call__(self, unit: Any, h: Tensor, context: Any) -> Tensor:
-        """Run the unit on the residual stream `h` `[B, S, H]`; `context` is the batch's `TokenContext`."""
-        ...
+from sidestream.overlap.recorder import SILENT, Recorder
 
 
 class RoutedExperts(Protocol):
@@ -81,6 +65,7 @@ class RoutedPath:
         layer: Index among the MoE layers.
         serial: Every transfer is waited for where it starts, in both passes; `finish` only hands over its result.
         delay_wgrad: In backward the experts' weight gradients are computed while the rows' gradient travels.
+        recorder: What the stages report to.
     """
 
     stages = ("dispatch", "experts", "combine")
@@ -95,8 +80,9 @@ class RoutedPath:
         layer: int = 0,
         serial: bool = False,
         delay_wgrad: bool = False,
+        recorder: Recorder = SILENT,
     ) -> None:
-        self._dispatcher, self._experts = dispatcher, experts
+        self._dispatcher, self._experts, self._recorder = dispatcher, experts, recorder
         self._serial, self._delay_wgrad, self._late = serial, delay_wgrad, None
         self._plan = dispatcher.plan(routing, layer=layer)
         self._num_tokens, self._num_extra = x.shape[0], routing.expert_ids.shape[0] - x.shape[0]
@@ -107,6 +93,9 @@ class RoutedPath:
     def start(self, stage: str) -> None:
         """Start a transfer stage."""
         assert stage == self.stages[self._next] and self._pending is None, f"{stage} started out of order"
+        self._recorder.stage(stage, partial(self._start, stage))
+
+    def _start(self, stage: str) -> None:
         if self._serial:
             # Made before the rows leave, the weight gradients come after the wait: nothing is hidden.
             self._make_late(stage)
@@ -142,17 +131,20 @@ class RoutedPath:
     def run(self, stage: str) -> None:
         """Run a compute stage."""
         assert stage == self.stages[self._next] == "experts", f"{stage} run out of order"
+        self._recorder.stage(stage, self._run_experts)
+        self._next += 1
+
+    def _run_experts(self) -> None:
         self._value = (
             self._experts(self._value, self._late) if self._delay_wgrad else self._experts(self._value)
         )
-        self._next += 1
 
 
 class FusedPath:
     """Dispatch, experts, combine of one routing as one operation: `fusion=mega`.
 
     Args:
-        x, routing, serial: As for `RoutedPath`.
+        x, routing, serial: See `RoutedPath`.
         begin: Starts the operation on `[T, H]` rows.
     """
 

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sidestream.overlap.base import Overlap
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.fork import fork
 
 if TYPE_CHECKING:
-    from sidestream.model.block import MoEUnit
-    from sidestream.model.context import TokenContext
+    from sidestream.overlap.unit import Context, Unit
 
 
-class SharedExpertOverlap(Overlap):
-    """See `Overlap`. Hides at most the shared expert: little, where it is as narrow as one routed expert."""
+class SharedExpertOverlap(Schedule):
+    """See `Schedule`. Hides at most the shared expert: little, where it is as narrow as one routed expert."""
 
     name = "shared_expert"
 
-    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
+    def __call__(self, unit: Unit, h: Tensor, context: Context) -> Tensor:
         a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)
         routed = unit.moe.route(tap, context)

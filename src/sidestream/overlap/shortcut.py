@@ -12,33 +12,33 @@ ScMoE, arXiv 2404.05019, for a dense block l and an MoE block l + 1:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sidestream.overlap.base import Overlap
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.fork import fork
-from sidestream.overlap.slots import Clock, SlotSearch, timed
+from sidestream.overlap.path import Path
+from sidestream.overlap.slots import SlotSearch
+from sidestream.routing.router import Routed
 
 if TYPE_CHECKING:
-    from sidestream.model.block import MoEUnit
-    from sidestream.model.config import ModelShape
-    from sidestream.model.context import TokenContext
-    from sidestream.model.moe import Routed
-    from sidestream.overlap.path import Path
+    from sidestream.overlap.unit import Context, Unit
 
 Tap = Literal["auto", "pos1", "pos2", "pos3"]
 Mix = Literal["add", "cg1", "cg2"]
 Step = tuple[str, Callable[[Tensor], Tensor]]
 
 
-class ShortcutOverlap(Overlap):
-    """See the module and `Overlap`.
+class ShortcutOverlap(Schedule):
+    """See the module and `Schedule`.
 
     Args:
-        tap: Where the routed experts read. `auto`: pos2 where a dense block is in front, else pos1.
+        tap: Where the routed experts read. `auto`: pos2. Without a dense block in front it is pos1; training refuses
+            to be asked for another one there.
         mix: `add`: shared + routed. `cg1`: sigmoid(w x) * shared + routed. `cg2`: both weighted by a softmax of two
             scores. x is what the shared expert reads; the paper does not say which of the two inputs it means.
         tap_norm: A norm of its own on what gate and routed experts read (Megatron-Core's
@@ -52,6 +52,7 @@ class ShortcutOverlap(Overlap):
 
     name = "shortcut"
     changes_model = True
+    slots: SlotSearch
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ShortcutOverlap(Overlap):
         norms = f"{' tap_norm' if tap_norm else ''}{' post_norm' if post_norm else ''}"
         self.function = f"shortcut {tap} {mix}{norms}{' double_gating' if double_gating else ''}"
 
-    def extra(self, shape: ModelShape) -> dict[str, nn.Module]:
+    def extra(self, shape: Any) -> dict[str, nn.Module]:
         modules: dict[str, nn.Module] = {}
         if self.tap_norm:
             modules["tap_norm"] = _Norm(shape.hidden_size, eps=shape.norm_eps)
@@ -85,8 +86,8 @@ class ShortcutOverlap(Overlap):
     def reads_before(self) -> bool:
         return self.tap != "pos1"
 
-    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
-        tap = self.tap if self.tap != "auto" else "pos2" if unit.before is not None else "pos1"
+    def __call__(self, unit: Unit, h: Tensor, context: Context) -> Tensor:
+        tap = "pos1" if unit.before is None else "pos2" if self.tap == "auto" else self.tap
         x, steps = self._steps(unit, h, context, tap)
         x, read = fork(x, 2)
         read, shared = unit.extra["tap_norm"](read) if self.tap_norm else read, _Shared(unit)
@@ -94,20 +95,21 @@ class ShortcutOverlap(Overlap):
             steps.append(("shared", shared))
         slot, clock = self.slots.begin(tap, [name for name, _ in steps], training=unit.training)
         routed = unit.moe.route(read, context)
-        path = self.path(unit, routed, measured=clock is not None)
-        timed(clock, "dispatch", path.start, "dispatch")
-        for place, (name, step) in enumerate(steps):
-            if place == slot:
-                _experts(path, clock)
-            x = timed(clock, name, step, x)
-        if slot == len(steps):
-            _experts(path, clock)
+        with nullcontext() if clock is None else clock.listens(unit):
+            path = self.path(unit, routed, measured=clock is not None)
+            path.start("dispatch")
+            for place, (_, step) in enumerate(steps):
+                if place == slot:
+                    _experts(path)
+                x = step(x)
+            if slot == len(steps):
+                _experts(path)
         if self.double_gating:
             return self._second_gate(unit, x, context, routed, path)
         unit.moe.report(routed)
         return x + unit.dropout(self._mixed(unit, shared, path.finish("combine").view_as(x)))
 
-    def _steps(self, unit: MoEUnit, h: Tensor, context: TokenContext, tap: str) -> tuple[Tensor, list[Step]]:
+    def _steps(self, unit: Unit, h: Tensor, context: Context, tap: str) -> tuple[Tensor, list[Step]]:
         """The residual stream at the tap, and the steps on it until the shared expert."""
         steps: list[Step] = [("attention", lambda x: x + unit.attention(x, context))]
         if tap == "pos1":
@@ -120,7 +122,7 @@ class ShortcutOverlap(Overlap):
         steps.insert(0, ("attention_before", lambda x: x + before.attention(x, inside)))
         return h, steps
 
-    def _mixed(self, unit: MoEUnit, shared: _Shared, routed: Tensor) -> Tensor:
+    def _mixed(self, unit: Unit, shared: _Shared, routed: Tensor) -> Tensor:
         if self.mix == "add":
             both = shared.output + routed
         else:
@@ -132,9 +134,7 @@ class ShortcutOverlap(Overlap):
                 both = of_shared * shared.output + of_routed * routed
         return unit.extra["post_norm"](both) if self.post_norm else both
 
-    def _second_gate(
-        self, unit: MoEUnit, x: Tensor, context: TokenContext, first: Routed, path: Path
-    ) -> Tensor:
+    def _second_gate(self, unit: Unit, x: Tensor, context: Context, first: Routed, path: Path) -> Tensor:
         """DGMoE: the current representation goes to an expert that the tap did not take. Half of this is exposed."""
         x, current = fork(x, 2)
         second = unit.moe.route(unit.norm(current), context, avoid=first.decision.ids)
@@ -163,7 +163,7 @@ class _Shared:
     input: Tensor
     output: Tensor
 
-    def __init__(self, unit: MoEUnit) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class _Shared:
         return x
 
 
-def _experts(path: Path, clock: Clock | None) -> None:
+def _experts(path: Path) -> None:
     path.finish("dispatch")
-    timed(clock, "experts", path.run, "experts")
-    timed(clock, "combine", path.start, "combine")
+    path.run("experts")
+    path.start("combine")

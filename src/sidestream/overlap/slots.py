@@ -15,11 +15,20 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from sidestream.dispatch.base import Received
+from sidestream.overlap.recorder import SILENT, Recorder
+from sidestream.routing.router import Routed
+
+if TYPE_CHECKING:
+    from sidestream.overlap.unit import Unit
 
 log = logging.getLogger(__name__)
 
@@ -28,23 +37,48 @@ T = TypeVar("T")
 MEASURED_STEPS = 3
 
 
-class Clock:
-    """Seconds of each part of a unit, by name, over the units and passes of the measured steps."""
+class Clock(Recorder):
+    """Seconds of each part of a unit, by name, over the units and passes of the measured steps.
+
+    Parts are still reported to whom the unit reports otherwise.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self._inner = SILENT
 
+    @contextmanager
+    def listens(self, unit: Unit) -> Iterator[None]:
+        """In a pass through a unit."""
+        self._inner = before = unit.recorder
+        unit.record(self)
+        try:
+            yield
+        finally:
+            unit.record(before)
 
-def timed(clock: Clock | None, name: str, call: Callable[..., T], *args: Any) -> T:
-    """Call, and take the time if there is a clock."""
-    if clock is None:
-        return call(*args)
-    _synchronize()
-    begin = time.perf_counter()
-    value = call(*args)
-    _synchronize()
-    clock.seconds[name].append(time.perf_counter() - begin)
-    return value
+    def part(self, name: str, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return self._timed(name, self._inner.part, name, call, *inputs)
+
+    def stage(self, name: str, call: Callable[[], None]) -> None:
+        self._timed(name, self._inner.stage, name, call)
+
+    def router(self, call: Callable[[Tensor], Routed], x: Tensor) -> Routed:
+        return self._inner.router(call, x)
+
+    def experts(self, call: Callable[[Received, Any], Tensor], received: Received, late: Any) -> Tensor:
+        return self._inner.experts(call, received, late)
+
+    def late_weights(self, call: Callable[[torch.dtype], Any], dtype: torch.dtype, parameter: Tensor) -> Any:
+        return self._inner.late_weights(call, dtype, parameter)
+
+    def _timed(self, name: str, call: Callable[..., T], *args: Any) -> T:
+        _synchronize()
+        begin = time.perf_counter()
+        value = call(*args)
+        _synchronize()
+        self.seconds[name].append(time.perf_counter() - begin)
+        return value
 
 
 def _synchronize() -> None:
@@ -76,7 +110,12 @@ class SlotSearch:
     Args:
         fixed: The slot, or None to measure.
         enabled: A serial schedule has nothing to gain and is not measured.
+
+    Attributes:
+        num_steps: Beside the path of the unit that was begun last.
     """
+
+    num_steps = 0
 
     def __init__(self, *, fixed: int | None, enabled: bool) -> None:
         self.fixed, self._measures = fixed, fixed is None and enabled
@@ -92,7 +131,7 @@ class SlotSearch:
 
     def begin(self, tap: str, steps: list[str], *, training: bool) -> tuple[int, Clock | None]:
         """The slot for a pass through a unit, and a clock while times are being measured."""
-        self._steps[tap] = steps
+        self._steps[tap], self.num_steps = steps, len(steps)
         slot = self.found.get(tap, len(steps) - 1) if self.fixed is None else min(self.fixed, len(steps))
         measures = self._measures and training and torch.is_grad_enabled()
         return slot, self._clocks[tap] if measures else None
@@ -101,8 +140,8 @@ class SlotSearch:
         """After each step on every rank; after the measured ones the slots are decided. Collective once.
 
         Args:
-            group: Of all ranks.
-            device: Of the group's tensors.
+            group: All ranks.
+            device: Where tensors of the group must lie.
         """
         self._count += 1
         if not self._measures or self._count < MEASURED_STEPS:
@@ -110,7 +149,8 @@ class SlotSearch:
         self._measures = False
         for tap in sorted(self._steps):
             names = [*self._steps[tap], "dispatch", "combine"]
-            seconds = [statistics.median(self._clocks[tap].seconds[name]) for name in names]
+            # A model without a shared expert has no such part.
+            seconds = [statistics.median(self._clocks[tap].seconds[name] or [0.0]) for name in names]
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
             dist.broadcast(slowest, src=0, group=group)

@@ -6,45 +6,42 @@ they are added up in another order. A single sequence is one half, and nothing o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sidestream.overlap.base import Overlap
+from sidestream.overlap.base import Schedule
 from sidestream.overlap.fork import fork
+from sidestream.overlap.path import Path
+from sidestream.routing.router import Routed
 
 if TYPE_CHECKING:
-    from sidestream.model.block import MoEUnit
-    from sidestream.model.context import TokenContext
-    from sidestream.model.moe import Routed
-    from sidestream.overlap.path import Path
+    from sidestream.overlap.unit import Context, Unit
 
 
-class TwoBatchOverlap(Overlap):
-    """See `Overlap`."""
+class TwoBatchOverlap(Schedule):
+    """See `Schedule`."""
 
     name = "two_batch"
 
     def tokens_per_plan(self, num_sequences: int, seq_length: int, *, padding: int = 0) -> int:
         return -(-num_sequences // 2) * seq_length + padding
 
-    def __call__(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> Tensor:
+    def __call__(self, unit: Unit, h: Tensor, context: Context) -> Tensor:
         halves = [part for part in h.tensor_split(2) if len(part)]
         contexts = context.halves(len(h))
-        a: list[Any] = []
-        current: list[Any] = []
-        path: list[Any] = []
-        routed: list[Any] = []
+        a, current, path, routed = [], [], [], []
         for half, half_context in zip(halves, contexts):  # the second attention hides the first dispatch
-            stream, inner, route, decision = self._enter(unit, half, half_context)
-            route.start("dispatch")
-            for values, value in zip((a, current, path, routed), (stream, inner, route, decision)):
-                values.append(value)
+            a_half, current_half, path_half, routed_half = self._enter(unit, half, half_context)
+            path_half.start("dispatch")
+            a.append(a_half)
+            current.append(current_half)
+            path.append(path_half)
+            routed.append(routed_half)
         unit.moe.report(*routed)
-        for (
-            half_path
-        ) in path:  # the first experts hide the second dispatch, the second ones the first combine
+        # The first experts hide the second dispatch, the second ones the first combine.
+        for half_path in path:
             half_path.finish("dispatch")
             half_path.run("experts")
             half_path.start("combine")
@@ -52,7 +49,7 @@ class TwoBatchOverlap(Overlap):
         added = [s + p.finish("combine").view_as(s) for s, p in zip(shared, path)]
         return torch.cat(a) + unit.dropout(torch.cat(added))
 
-    def _enter(self, unit: MoEUnit, h: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Path, Routed]:
+    def _enter(self, unit: Unit, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Path, Routed]:
         """Up to the router: residual stream, input of the shared expert, path, decision."""
         a = h + unit.attention(h, context)
         tap, current = fork(unit.norm(a), 2)

@@ -13,7 +13,7 @@ from sidestream.model.config import ModelShape
 from sidestream.model.initialize import initialize
 from sidestream.model.moe import MoEParts
 from sidestream.model.transformer import MoETransformer
-from sidestream.overlap.path import Schedule
+from sidestream.overlap.base import Schedule
 from sidestream.parallel.mesh import Parallel
 from sidestream.routing.balance import Balance
 from sidestream.routing.router import Router

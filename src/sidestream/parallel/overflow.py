@@ -37,7 +37,7 @@ class OverflowCounts:
 
     Attributes:
         events: Attempts of training steps in which some rank needed more rows than its budget.
-        replays: Of these, the ones that were repeated.
+        replays: How many of these attempts were repeated.
         dropped: Routes that training lost (`on_overflow=drop`): those of the attempts that stand.
     """
 
@@ -52,7 +52,7 @@ class BudgetKeeper:
     Args:
         dispatcher: Wired.
         parallel: Groups.
-        device: Of the random numbers that an attempt draws.
+        device: Where an attempt draws its random numbers.
         mean_rows: Rows per rank at perfect balance, `max_tokens x top_k`: a factor is a budget over this.
     """
 
@@ -134,8 +134,14 @@ class BudgetKeeper:
             log.warning(
                 "receive budget: rank %d needed %d rows in MoE layer %d; grown from %d to %d, %s repeated. "
                 "%s.capacity_factor=%s from the start saves this",
-                *(rank, needed, layer, before, self._budget, "step" if trains else "validation batch"),
-                *(self.group, self.factor(self._budget)),
+                rank,
+                needed,
+                layer,
+                before,
+                self._budget,
+                "step" if trains else "validation batch",
+                self.group,
+                self.factor(self._budget),
             )
         return False
 

@@ -43,7 +43,7 @@ class StepReport:
         counts: Per MoE layer, routes per expert over the global batch.
         stop: A rank asked to stop after this step.
         bytes_on_wire: Bytes that all ranks sent to other ranks in this attempt's exchanges.
-        metadata_bytes: Of these, counts and routing weights; the rest are rows.
+        metadata_bytes: How many of these are counts and routing weights; the rest are rows.
         z: Router z-loss, layers-sum of the mean over valid tokens, without its coefficient; None if none is computed.
         dropped: Routes dropped over the global batch; None if nothing can be dropped.
         overflowed: MoE layers, summed over ranks, that needed more rows than the static budget; the attempt is
@@ -344,7 +344,7 @@ class TrainingStep:
         """Step the optimizer, update the balancing bias; return the norm before clipping, fp32, on device.
 
         Args:
-            report: Of `check`.
+            report: What `check` returned.
             optimizer_step: May clip by itself, see `clip`.
             max_norm: Clip before; None: no.
         """

@@ -30,7 +30,7 @@ def join_world(
     Args:
         env: This rank.
         device: This rank's device.
-        timeout: Of the default group.
+        timeout: Time-out of the default group.
         store: A store that is already connected (torchrun); instead of `env.store`.
 
     Returns:

@@ -6,7 +6,7 @@ can change the units and see that every time that comes out changes with them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Math = Literal["fp32", "bf16", "fp8", "mxfp8"]
@@ -83,19 +83,6 @@ class Cluster:
     emulated_latency: float | None = measured_in(second=1)
     own_bandwidth: float | None = field(default=None, metadata={"dimension": {"byte": 1, "second": -1}})
     own_latency: float | None = field(default=None, metadata={"dimension": {"second": 1}})
-
-    def in_units(self, *, byte: float = 1.0, flop: float = 1.0, second: float = 1.0) -> Cluster:
-        """The same machine, where the unit of bytes is `1 / byte` bytes, and so on."""
-        factors = {"byte": byte, "flop": flop, "second": second}
-        changed: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is None or not item.metadata:
-                continue
-            for unit, exponent in item.metadata.get("dimension", {}).items():
-                value *= factors[unit] ** exponent
-            changed[item.name] = value
-        return replace(self, **changed)
 
     def with_own_links(self) -> Cluster:
         """Without the emulated link."""

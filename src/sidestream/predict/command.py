@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.launch import arguments
 from sidestream.predict.picture import draw
@@ -52,10 +53,10 @@ def start(cfg: DictConfig) -> None:
         _jobs.append({"job": label, "refused": str(error)})
         return
     folder = Path(hydra.runtime.output_dir)
-    command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    command = shlex.join([*cli.typed(), *sys.argv[1:]])
     write_json_atomic(folder / "prediction.json", record(found, command=command, choices=choices))
     if cfg.predict.plot:
-        draw(found.asked.job, found.asked.cluster, folder / "prediction.png", title=_title(found, choices))
+        draw(found.asked, folder / "prediction.png", title=_title(found, choices))
     if sweeps:
         _jobs.append({"job": label, "found": found, "alike": same_figures(choices)})
         return

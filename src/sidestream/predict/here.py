@@ -11,15 +11,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from sidestream.config.compatibility import Layout, check
+from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
 from sidestream.config.keys import CONF
+from sidestream.config.layout import Layout
 from sidestream.model.config import shape_from
 from sidestream.predict.job import Job
 from sidestream.predict.layer import Mover
 from sidestream.predict.memory import Memory, memory
 from sidestream.predict.read import BYTES_OF_TEXT, MATH, cluster_of, sharding, state_bytes
-from sidestream.predict.schedules import Schedule
 from sidestream.predict.traffic import Routes
 
 # What is kept for the backward pass is estimated from above; what cannot fit needs this share of it for sure.
@@ -85,7 +85,6 @@ def account_here(cfg: DictConfig, layout: Layout) -> Memory:
             reads_counts=True,
             slots=min(factor if isinstance(factor, int | float) else 1.0, layout.expert_parallel_size),
         ),
-        schedule=Schedule(name="none"),
         seq_length=cfg.data.seq_length,
         micro_batch_size=layout.micro_batch_size,
         micro_batches=layout.accumulation,

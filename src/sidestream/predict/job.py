@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from sidestream.model.config import ModelShape
 from sidestream.predict.cluster import Cluster, Math
 from sidestream.predict.layer import Layer, Mover
-from sidestream.predict.schedules import Schedule
+from sidestream.predict.schedules import Work
 from sidestream.predict.traffic import Routes, Wire
 
 
@@ -19,7 +19,7 @@ class Job:
         shape: The model.
         routes: How tokens choose.
         mover: How the dispatcher moves rows.
-        schedule: Of an MoE unit.
+        work: In an MoE unit, under its schedule; None: as without overlap, where only memory is asked for.
         seq_length: Tokens of a sequence.
         micro_batch_size: Sequences of a rank in one forward pass.
         micro_batches: Forward passes of a step.
@@ -40,7 +40,6 @@ class Job:
     shape: ModelShape
     routes: Routes
     mover: Mover
-    schedule: Schedule
     seq_length: int
     micro_batch_size: int
     micro_batches: int
@@ -57,16 +56,22 @@ class Job:
     gathers: int = 0
     state_bytes: tuple[int, int, int] = (4, 4, 8)
     alignment: int = 1
+    work: Work | None = None
 
     @property
     def tokens(self) -> int:
-        """Of a rank in one forward pass."""
+        """Tokens of a rank in one forward pass."""
         return self.micro_batch_size * self.seq_length
 
     @property
     def gates(self) -> int:
         """Times that a layer's experts are used for a token: twice under DGMoE."""
-        return 2 if self.schedule.double_gating else 1
+        return 1 if self.work is None else self.work.gates
+
+    @property
+    def fused(self) -> bool:
+        """Dispatch, experts and combine are one operation."""
+        return self.work is not None and self.work.fused
 
     @property
     def expert_data_parallel_size(self) -> int:
@@ -91,8 +96,17 @@ class Job:
             in_graph=self.in_graph,
         )
 
-    def with_schedule(self, schedule: Schedule) -> Job:
-        return replace(self, schedule=schedule)
+    @property
+    def interleaved(self) -> float:
+        """See `Work`."""
+        return 0.0 if self.work is None else self.work.interleaved
+
+    @property
+    def schedule_name(self) -> str:
+        return "none" if self.work is None else self.work.schedule.name
+
+    def with_work(self, work: Work) -> Job:
+        return replace(self, work=work)
 
 
 def ranks_of_domain(ranks: int, gpus_per_domain: int) -> int:

@@ -130,7 +130,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one pass. `pack` to `add` are the work around the two transfers, in the order of the forward pass.
+    """Seconds of the parts of one pass.
+
+    `pack` to `add` are the work around the two transfers, in the order of the forward pass.
 
     Attributes:
         counts: Forward: the exchange of row counts, which nothing can hide.
@@ -158,7 +160,7 @@ class Seconds:
 
 
 def wire_seconds(found: Legs, cluster: Cluster, *, peers: int) -> float:
-    """Of one exchange: both links at once, the slower one decides."""
+    """Seconds of one exchange: both links at once, the slower one decides."""
     if peers < 2:
         return 0.0
     slow = found.slow / cluster.slow if found.slow else 0.0
@@ -175,7 +177,7 @@ def _routes_seconds(layer: Layer, cluster: Cluster, size: int) -> float:
 
 
 def expert_products(layer: Layer, cluster: Cluster) -> float:
-    """Of one forward pass of the local experts, or of either half of the backward pass."""
+    """Seconds of one forward pass of the local experts, or of either half of the backward pass."""
     up = (2 if layer.gated else 1) * layer.width
     sizes: dict[str, Any] = {
         "rows": layer.pairs,

@@ -195,7 +195,7 @@ def whole_step(row: dict[str, Any], compose: Compose) -> Residual:
     """Tokens per second and GPU of a published training run."""
     options = dict(one.split("=", 1) for one in row["overrides"])
     asked = read(compose(*row["overrides"]), name=options["cluster"])
-    chosen = ["graph" if asked.job.in_graph else "", "interleaved" if asked.job.schedule.interleaved else ""]
+    chosen = ["graph" if asked.job.in_graph else "", "interleaved" if asked.job.interleaved else ""]
     return residual(
         row["tokens_per_second_per_gpu"],
         step(asked.job, asked.cluster).tokens_per_second_per_gpu,

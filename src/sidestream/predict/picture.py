@@ -9,12 +9,11 @@ from pathlib import Path
 from sidestream.model.account import forward_flops
 from sidestream.predict.cluster import Cluster
 from sidestream.predict.job import Job
-from sidestream.predict.schedules import Schedule
-from sidestream.predict.step import schedule_of, unit_of, unit_passes
+from sidestream.predict.read import Asked
+from sidestream.predict.step import unit_of, unit_passes
 from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
 
 SHARES = tuple(share / 100 for share in range(5, 76, 5))
-NAMES = ("shared_expert", "chunked", "two_batch", "shortcut")
 SLOWEST, FASTEST = 1e-4, 1e4  # of the links, in what they are
 
 
@@ -27,66 +26,60 @@ class Line:
     speedup: tuple[float, ...]
 
 
-def schedules_of(job: Job) -> Iterator[Schedule]:
-    """Those that the model has parts for."""
-    delay = job.schedule.delay_wgrad
-    if job.shape.num_shared_experts:
-        yield Schedule("shared_expert", delay_wgrad=delay)
-    yield Schedule("chunked", parts=max(2, job.schedule.parts), delay_wgrad=delay)
-    if job.micro_batch_size > 1:
-        yield Schedule("two_batch", parts=2, delay_wgrad=delay)
-    tap = job.schedule.tap if job.schedule.name == "shortcut" else "auto"
-    yield Schedule("shortcut", tap=tap, delay_wgrad=delay)
-
-
 def expert_parallel_sizes(job: Job) -> list[int]:
     """Divisors of the ranks and of the experts, from 2 on."""
     ranks, experts = job.data_parallel_size, job.routes.num_experts
     return [n for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
 
 
-def by_size(job: Job, cluster: Cluster) -> list[Line]:
+def by_size(asked: Asked) -> list[Line]:
     """Over the expert-parallel size."""
-    sizes = expert_parallel_sizes(job)
+    sizes = expert_parallel_sizes(asked.job)
     return [
         Line(
-            schedule.name,
+            name,
             tuple(map(float, sizes)),
-            tuple(_speedup(replace(job, expert_parallel_size=n, schedule=schedule), cluster) for n in sizes),
+            tuple(_speedup(replace(job, expert_parallel_size=n), asked.cluster) for n in sizes),
         )
-        for schedule in schedules_of(job)
+        for name, job in _under_each_schedule(asked)
     ]
 
 
-def by_share(job: Job, cluster: Cluster, shares: Sequence[float] = SHARES) -> list[Line]:
+def by_share(asked: Asked, shares: Sequence[float] = SHARES) -> list[Line]:
     """Over the share of communication in the serial time: the links are made slower or faster until it is reached."""
     lines = []
-    for schedule in schedules_of(job):
-        chosen = replace(job, schedule=schedule)
-        found = [(share, cluster_with_share(chosen, cluster, share)) for share in shares]
+    for name, job in _under_each_schedule(asked):
+        found = [(share, cluster_with_share(job, asked.cluster, share)) for share in shares]
         reached = [(share, machine) for share, machine in found if machine is not None]
         lines.append(
             Line(
-                schedule.name,
+                name,
                 tuple(share for share, _ in reached),
-                tuple(_speedup(chosen, machine) for _, machine in reached),
+                tuple(_speedup(job, machine) for _, machine in reached),
             )
         )
     return lines
 
 
+def _under_each_schedule(asked: Asked) -> Iterator[tuple[str, Job]]:
+    job = asked.job
+    assert job.work is not None
+    for schedule in asked.schedules:
+        yield schedule.name, job.with_work(job.work.with_schedule(schedule))
+
+
 def _speedup(job: Job, cluster: Cluster) -> float:
     """Seconds of the same blocks without overlap, over those with it, of the last MoE block."""
     block = job.shape.moe_blocks[-1]
-    chosen = schedule_of(job, block)
-    plain = unit_passes(job.with_schedule(Schedule("none")), cluster, block)
-    without = sum(one.seconds for one in plain)
-    if chosen.name == "shortcut" and chosen.tap != "pos1":
-        flops = forward_flops(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
-        without += sum(
-            part.total for part in unit_of(job.with_schedule(chosen), cluster, flops, block).before
-        )
+    flops = forward_flops(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
+    without = sum(one.seconds for one in unit_passes(_plain(job), cluster, block))
+    without += sum(part.total for part in unit_of(job, cluster, flops, block).before)
     return without / sum(one.seconds for one in unit_passes(job, cluster, block))
+
+
+def _plain(job: Job) -> Job:
+    assert job.work is not None
+    return job.with_work(job.work.plain)
 
 
 def _share(job: Job, cluster: Cluster) -> float:
@@ -111,16 +104,18 @@ def _with_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 @plain_text
-def draw(job: Job, cluster: Cluster, path: Path, *, title: str) -> None:
+def draw(asked: Asked, path: Path, *, title: str) -> None:
     """Write the picture; its file appears whole."""
     from matplotlib.ticker import PercentFormatter
 
+    job = asked.job
+
     figure = new_figure(10, 4.4, dpi=130)
     left, right = figure.subplots(1, 2, sharey=True)
-    for axis, lines in ((left, by_size(job, cluster)), (right, by_share(job, cluster))):
+    for axis, lines in ((left, by_size(asked)), (right, by_share(asked))):
         axis.axhline(1, color=NEUTRAL, linewidth=1)
-        for line in lines:
-            axis.plot(line.at, line.speedup, markersize=4, label=line.name, **look(NAMES.index(line.name)))
+        for number, line in enumerate(lines):
+            axis.plot(line.at, line.speedup, markersize=4, label=line.name, **look(number))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     sizes = expert_parallel_sizes(job)
@@ -133,7 +128,7 @@ def draw(job: Job, cluster: Cluster, path: Path, *, title: str) -> None:
     left.set_ylabel("speed-up of a MoE unit over no overlap, predicted")
     right.set_xlabel("share of dispatch and combine in the serial time")
     right.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    actual = _share(replace(job, schedule=Schedule("none")), cluster)
+    actual = _share(_plain(job), asked.cluster)
     right.axvline(actual, color="#cccccc", linewidth=6, alpha=0.5, zorder=0)
     left.legend(frameon=False, loc="upper left")
     figure.suptitle(title, fontsize=10)

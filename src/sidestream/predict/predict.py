@@ -21,7 +21,6 @@ from sidestream.predict.job import Job
 from sidestream.predict.memory import Memory, memory
 from sidestream.predict.read import Asked, read
 from sidestream.predict.residuals import Residual
-from sidestream.predict.schedules import Schedule
 from sidestream.predict.step import Step, step, unit_of
 
 
@@ -76,7 +75,7 @@ def binding(asked: Asked, predicted: Step) -> str:
     parts.pop("MoE units, dispatch and combine")
     inside = "MoE units, compute"
     # A fused path waits for its transfers inside of what counts as compute.
-    parts[inside] -= predicted.exposed if asked.job.schedule.fused else 0.0
+    parts[inside] -= predicted.exposed if asked.job.fused else 0.0
     name, seconds = max(parts.items(), key=lambda item: item[1])
     if predicted.exposed > seconds:
         return (
@@ -89,7 +88,8 @@ def _largest_in_unit(asked: Asked) -> str:
     """The part of a typical MoE unit that computes longest, forward and backward together."""
     job, cluster = asked.job, asked.cluster
     flops = forward_flops(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
-    unit = unit_of(job.with_schedule(Schedule("none")), cluster, flops, job.shape.moe_blocks[-1])
+    assert job.work is not None
+    unit = unit_of(job.with_work(job.work.plain), cluster, flops, job.shape.moe_blocks[-1])
     forward, backward = unit.moe
 
     def both(*names: str) -> float:

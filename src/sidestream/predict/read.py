@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream.config.availability import Machine, takes_library
 from sidestream.config.capabilities import CAPABILITIES
-from sidestream.config.compatibility import Layout, check, check_strategy
+from sidestream.config.compatibility import check, check_strategy
+from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.config.fusion_check import is_mega
 from sidestream.config.graph_check import is_step
-from sidestream.config.keys import check_keys
+from sidestream.config.keys import CONF, check_keys
+from sidestream.config.layout import Layout
+from sidestream.config.overlap_check import check_overlap
 from sidestream.config.predict_check import check_prediction
 from sidestream.model.config import shape_from
 from sidestream.predict.cluster import Cluster, Math
 from sidestream.predict.job import Job, ranks_of_domain
 from sidestream.predict.layer import Mover
-from sidestream.predict.schedules import Schedule
+from sidestream.predict.schedules import Work
 from sidestream.predict.traffic import Routes, Wire
+
+if TYPE_CHECKING:
+    from sidestream.overlap.base import Schedule
 
 BYTES_OF_TEXT = 256  # vocabulary of a model that takes the data's
 MATH: dict[str, Math] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
@@ -38,12 +45,14 @@ class Asked:
 
     Attributes:
         dispatcher: Name of the option.
+        schedules: For the picture: those that hide something and that the same job may have, shipped or asked for.
     """
 
     job: Job
     cluster: Cluster
     layout: Layout
     dispatcher: str
+    schedules: tuple[Schedule, ...]
 
 
 def read(cfg: DictConfig, *, name: str) -> Asked:
@@ -78,7 +87,6 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
             cfg.model.num_experts, router.top_k, router.get("num_groups") or 1, router.get("top_groups") or 1
         ),
         mover=_mover(cfg, cluster, layout),
-        schedule=_schedule(cfg, layout),
         seq_length=cfg.data.seq_length,
         micro_batch_size=layout.micro_batch_size,
         micro_batches=layout.accumulation,
@@ -97,7 +105,14 @@ def read(cfg: DictConfig, *, name: str) -> Asked:
         state_bytes=state_bytes(cfg),
         alignment=_alignment(cfg, math, cluster),
     )
-    return Asked(job, throttled(cluster, cfg.link), layout, _option(cfg.dispatcher, "dispatch"))
+    work = _work(cfg, layout, job)
+    return Asked(
+        job.with_work(work),
+        throttled(cluster, cfg.link),
+        layout,
+        _option(cfg.dispatcher, "dispatch"),
+        tuple(_others(cfg, layout, work)) if cfg.predict.plot else (),
+    )
 
 
 def cluster_of(node: DictConfig, *, name: str) -> Cluster:
@@ -281,15 +296,14 @@ def _slots(node: DictConfig) -> float:
     return node.get("capacity_factor") or 1.0
 
 
-def _interleaved(cfg: DictConfig, layout: Layout) -> float:
+def _interleaved(cfg: DictConfig, name: str, layout: Layout) -> float:
     """Of m micro-batches all but one run beside another."""
-    if not cfg.predict.interleave:
+    if not cfg.predict.interleave or not cfg.overlap.get("enabled", True):
         return 0.0
 
     def refuse(why: str, expected: str, fix: str = "predict.interleave=false") -> ConfigError:
         return ConfigError("predict.interleave", True, why, expected=expected, fix=fix)
 
-    name = _option(cfg.overlap, "overlap")
     if name != "none":
         raise refuse(f"overlap={name} is a schedule already", "one of them", "overlap=none")
     if is_mega(cfg.fusion):
@@ -301,28 +315,62 @@ def _interleaved(cfg: DictConfig, layout: Layout) -> float:
     return 1 - 1 / layout.accumulation
 
 
-def _schedule(cfg: DictConfig, layout: Layout) -> Schedule:
-    overlap, name = cfg.overlap, _option(cfg.overlap, "overlap")
-    if not str(overlap.get("_target_", "")).startswith("sidestream.overlap."):
+def _work(cfg: DictConfig, layout: Layout, job: Job) -> Work:
+    """The schedule in the model's units. That it can be recorded is tried for every kind of unit.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    from sidestream.overlap.base import completed
+
+    schedule = completed(construct("overlap", cfg.overlap, cfg))
+    work = Work(
+        schedule,
+        job.shape,
+        sequences=job.micro_batch_size,
+        seq_length=job.seq_length,
+        top_k=job.routes.top_k,
+        fused=is_mega(cfg.fusion),
+        interleaved=_interleaved(cfg, schedule.name, layout),
+    )
+    try:
+        for before in {work.reads_before(block) for block in (*job.shape.moe_blocks, job.shape.num_layers)}:
+            work.orders(before=before)
+    except ValueError as error:
         raise ConfigError(
             "overlap",
-            overlap.get("_target_", "?"),
-            "nothing is known of the order of work in this class",
-            expected="one of the shipped schedules",
+            cfg.overlap._target_,
+            f"its order of work cannot be recorded ({error})",
+            expected="a schedule that runs on tensors of torch's meta device and waits for what it starts",
             fix="overlap=none",
-        )
-    slot = overlap.get("slot", "auto")
-    return Schedule(
-        name=name,
-        parts=overlap.get("num_chunks", 1) if name == "chunked" else 2 if name == "two_batch" else 1,
-        tap=overlap.get("tap", "pos1"),
-        slot=None if slot == "auto" else slot,
-        double_gating=bool(overlap.get("double_gating")),
-        delay_wgrad=bool(overlap.get("delay_wgrad")),
-        enabled=overlap.enabled,
-        fused=is_mega(cfg.fusion),
-        interleaved=_interleaved(cfg, layout),
-    )
+        ) from error
+    return work
+
+
+def _others(cfg: DictConfig, layout: Layout, work: Work) -> Iterator[Schedule]:
+    """The shipped schedules that fit, and what is asked for in the place of its own option."""
+    asked = cfg.overlap
+    options: list[Any] = [OmegaConf.load(path) for path in sorted((CONF / "overlap").glob("*.yaml"))]
+    if asked._target_ not in [option._target_ for option in options]:
+        yield work.schedule
+    other = cfg.copy()
+    for option in options:
+        del option["defaults"]
+        if option._target_ == asked._target_:
+            option = asked.copy()
+        with read_write(option), open_dict(option):
+            option.enabled = True
+            if "delay_wgrad" in option:
+                option.delay_wgrad = bool(asked.get("delay_wgrad"))
+        with read_write(other), open_dict(other):
+            other.overlap = option
+        try:
+            check_overlap(other, layout)
+        except ConfigError:
+            continue
+        schedule = construct("overlap", option, other)
+        if schedule.name != "none":
+            yield schedule
 
 
 def _option(node: DictConfig, folder: str) -> str:

@@ -97,7 +97,7 @@ def _layer(found: Prediction) -> list[str]:
 def _unit(found: Prediction) -> list[str]:
     unit, job = found.step.unit, found.asked.job
     gain = f"{unit.serial / unit.seconds:.2f} x its serial run, E_hide {unit.e_hide:.2f}"
-    name = job.schedule.name if not job.schedule.interleaved else "interleaved micro-batches"
+    name = job.schedule_name if not job.interleaved else "interleaved micro-batches"
     return [
         f"one MoE unit under overlap={name}, forward and backward, ms",
         f"  {'compute':42} {_ms(unit.compute):>9}",

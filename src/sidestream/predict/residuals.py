@@ -1,6 +1,6 @@
 """The model against published figures: what `docs/predictor.md` tabulates and every prediction quotes from.
 
-The published tables are data of the tests (tests/predict/published); `scripts/predict_residuals.py` writes what comes
+The published tables are data of the tests (tests/predict/published); `tools/predict_residuals.py` writes what comes
 out into `residuals.json` beside this module, and a test compares the two.
 """
 
@@ -118,7 +118,7 @@ def layer_milliseconds(row: dict[str, Any], cluster: Cluster) -> float:
 
 
 def layer(row: dict[str, Any], cluster: Cluster) -> Residual:
-    """Of one pass of one MoE layer."""
+    """Compares one pass of one MoE layer with a published row."""
     return residual(
         row["milliseconds"],
         layer_milliseconds(row, cluster),
@@ -140,7 +140,7 @@ def mean_error(rows: Sequence[Residual]) -> float:
 
 
 def largest_error(rows: Sequence[Residual]) -> float:
-    """Of the absolute errors."""
+    """The largest of the absolute errors."""
     return max(abs(row.error) for row in rows)
 
 

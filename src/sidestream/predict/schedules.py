@@ -1,28 +1,29 @@
-"""A unit in the order of work of each schedule: the lists that `measure.overlap_bound` puts a time to.
+"""Seconds of a unit under a schedule: prices on the order of work that `predict.order` records.
 
-A list is written in the order of the serial run, every wait behind its start; the bound moves waits to where a result
-is first read. A test compares these lists with what the schedules of `sidestream.overlap` really do.
+    forward    the entries as the schedule ran them, every one with its seconds
+    backward   the same read from the end: a start is a wait, and the other way round
+    serial     every wait behind its start
 
-    none            attention  route  dispatch  experts  combine  shared
-    shared_expert   attention  route  dispatch [up]  experts  combine [down]
-    chunked         attention  route  n dispatches  n times (experts, combine)  shared
-    two_batch       twice (attention, route, dispatch)  twice (experts, combine)  twice shared
-    shortcut        route  dispatch [steps]  experts  combine [steps]       steps: see overlap/shortcut.py
+Transfers run one after another on the wire, beside the work (`profiling.bound.duration`). The order is recorded
+on tensors without values, so torch is imported when the first one is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from sidestream.measure.overlap_bound import Event, best_order, duration, mirror
 from sidestream.predict.layer import Seconds
+from sidestream.profiling.bound import Event, duration, mirror
 
-STEPS = {
-    "pos1": ("attention", "shared"),
-    "pos2": ("feed_forward", "attention", "shared"),
-    "pos3": ("attention_before", "feed_forward", "attention", "shared"),
-}
+if TYPE_CHECKING:
+    from sidestream.model.config import ModelShape
+    from sidestream.overlap.base import Schedule
+    from sidestream.predict.order import Entry
+
+SHARED_UP, SHARED_DOWN = 2 / 3, 1 / 3  # of the shared expert's time: two of its three products, and one
 
 
 @dataclass(frozen=True)
@@ -63,34 +64,17 @@ class Unit:
     before: tuple[Both, Both] = (NOTHING, NOTHING)
     own_wire: tuple[Seconds, Seconds] | None = None
 
-
-@dataclass(frozen=True)
-class Schedule:
-    """An overlap option with what changes the order.
-
-    Attributes:
-        name: Of the option.
-        parts: Chunks of `chunked`, halves of `two_batch`; 1 for the others.
-        tap: Of `shortcut`: pos1, pos2 or pos3.
-        slot: Of `shortcut`: steps before the experts; None: the best.
-        double_gating: DGMoE: the experts also work on the current representation, behind the steps, with nothing to
-            hide it; there is no shared expert.
-        delay_wgrad: Weight gradients are work while the gradient of dispatch travels.
-        enabled: False: the serial run.
-        fused: Dispatch, experts and combine are one operation.
-        interleaved: Share of the passes beside which one of another micro-batch runs, so that all compute may hide all
-            transfers (Megatron-Core's `--overlap-moe-expert-parallel-comm`); 0: none. Training has no such schedule.
-    """
-
-    name: str
-    parts: int = 1
-    tap: str = "pos1"
-    slot: int | None = None
-    double_gating: bool = False
-    delay_wgrad: bool = False
-    enabled: bool = True
-    fused: bool = False
-    interleaved: float = 0.0
+    @property
+    def parts(self) -> dict[str, Both]:
+        """By the names of the order of work, but for the routed path."""
+        return {
+            "attention": self.attention,
+            "attention_before": self.before[0],
+            "feed_forward": self.before[1],
+            "shared": self.shared,
+            "shared_up": self.shared * SHARED_UP,
+            "shared_down": self.shared * SHARED_DOWN,
+        }
 
 
 @dataclass(frozen=True)
@@ -128,209 +112,164 @@ class Pass:
         )
 
 
-def passes(unit: Unit, schedule: Schedule, *, wire_on_compute: float = 0.0) -> tuple[Pass, Pass]:
-    """Forward and backward of a unit.
+@dataclass(frozen=True)
+class Work:
+    """A schedule in the units of a model.
+
+    Attributes:
+        schedule: An overlap option.
+        shape: The model.
+        sequences, seq_length, top_k: Of a forward pass of a rank; routes of a token.
+        fused: Dispatch, experts and combine are one operation.
+        interleaved: Share of the passes beside which one of another micro-batch runs, so that all compute may hide all
+            transfers (Megatron-Core's `--overlap-moe-expert-parallel-comm`); 0: none. Training has no such schedule.
+    """
+
+    schedule: Schedule
+    shape: ModelShape
+    sequences: int
+    seq_length: int
+    top_k: int
+    fused: bool = False
+    interleaved: float = 0.0
+    _recorded: dict[bool, list[list[Entry]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def reads_before(self, block: int) -> bool:
+        """The unit of a block runs the dense block in front of it as well. `block` may be one past the last."""
+        in_front = 0 < block < self.shape.num_layers and block - 1 not in self.shape.moe_blocks
+        return in_front and self.schedule.reads_before()
+
+    def orders(self, *, before: bool) -> list[list[Entry]]:
+        """See `predict.order.orders`.
+
+        Raises:
+            ValueError: It cannot be recorded.
+        """
+        from sidestream.predict.order import orders
+
+        if before not in self._recorded:
+            self._recorded[before] = orders(
+                self.schedule,
+                self.shape,
+                sequences=self.sequences,
+                seq_length=self.seq_length,
+                top_k=self.top_k,
+                before=before,
+            )
+        return self._recorded[before]
+
+    @property
+    def gates(self) -> int:
+        """Times that a layer's experts are used for a token: twice under DGMoE."""
+        entries = self.orders(before=self.reads_before(self.shape.moe_blocks[-1]))[0]
+        return round(sum(entry.share for entry in entries if entry.name == "experts"))
+
+    def with_schedule(self, schedule: Schedule) -> Work:
+        """Another schedule in the same units, with experts that are not fused."""
+        return replace(self, schedule=schedule, fused=False, interleaved=0.0)
+
+    @cached_property
+    def plain(self) -> Work:
+        """The same without overlap."""
+        from sidestream.overlap.none import NoOverlap
+
+        return self.with_schedule(NoOverlap())
+
+
+def passes(
+    unit: Unit, work: Work, *, before: bool = False, wire_on_compute: float = 0.0
+) -> tuple[Pass, Pass]:
+    """Forward and backward of a unit; under the best slot, where the schedule chooses one.
 
     Args:
+        before: The unit runs the dense block in front.
         wire_on_compute: Seconds that a transfer adds to the compute it hides behind, per second that it takes on the
             machine's own transport.
     """
-    if schedule.name == "shortcut" and schedule.slot is None:
-        slots = range(len(_steps(schedule)) + 1)
-        found = [
-            passes(unit, replace(schedule, slot=slot), wire_on_compute=wire_on_compute) for slot in slots
-        ]
-        return min(found, key=lambda both: both[0].seconds + both[1].seconds)
-    one_by_one = replace(schedule, enabled=False)
-    waiting = [duration(*events(unit, one_by_one)), duration(*backward_events(unit, one_by_one))]
-    listed = events(unit, schedule), backward_events(unit, schedule)
-    own = [travel for _, travel in listed]
-    if unit.own_wire is not None:
-        copied = replace(unit, moe=unit.own_wire)
-        own = [events(copied, schedule)[1], backward_events(copied, schedule)[1]]
-    forward, backward = (
-        _timed(
-            one,
-            travel,
-            schedule,
-            serial,
-            wire_on_compute * (sum(copying) / sum(travel) if sum(travel) else 0.0),
+    found = [
+        (
+            _timed(entries, unit, work, wire_on_compute, backward=False),
+            _timed(entries, unit, work, wire_on_compute, backward=True),
         )
-        for (one, travel), copying, serial in zip(listed, own, waiting)
-    )
-    return forward, backward
+        for entries in work.orders(before=before)
+    ]
+    return min(found, key=lambda both: both[0].seconds + both[1].seconds)
 
 
 def _timed(
-    listed: list[Event], travel: Sequence[float], schedule: Schedule, serial: float, wire_on_compute: float
+    entries: Sequence[Entry], unit: Unit, work: Work, wire_on_compute: float, *, backward: bool
 ) -> Pass:
-    compute = sum(event.seconds for event in listed)
-    if not schedule.enabled or (schedule.name == "none" and not schedule.interleaved):
-        return Pass(serial, serial, compute, sum(travel))
-    best = duration(best_order(listed), travel)
-    if schedule.interleaved:
-        best = serial - schedule.interleaved * (serial - max(compute, sum(travel)))
+    listed, travel = events(entries, unit, work, backward=backward)
+    waiting, _ = events(_serial(entries), unit, work, backward=backward)
+    serial, compute = duration(waiting, travel), sum(event.seconds for event in waiting)
+    best = duration(listed, travel)
+    if work.interleaved:
+        best = serial - work.interleaved * (serial - max(compute, sum(travel)))
+    copied = travel
+    if unit.own_wire is not None:
+        copied = events(entries, replace(unit, moe=unit.own_wire), work, backward=backward)[1]
     # What is hidden takes its share of the cores from what hides it; a schedule never does worse than waiting.
-    scheduled = min(serial, best + wire_on_compute * (serial - best))
-    return Pass(scheduled, serial, compute, sum(travel))
+    taken = wire_on_compute * (sum(copied) / sum(travel) if sum(travel) else 0.0)
+    return Pass(min(serial, best + taken * (serial - best)), serial, compute, sum(travel))
 
 
-def events(unit: Unit, schedule: Schedule) -> tuple[list[Event], list[float]]:
-    """The forward pass in serial order, and the seconds of its transfers."""
-    made = _List(unit, schedule, backward=False)
-    made.write()
-    return made.events, made.travel
+def _serial(entries: Sequence[Entry]) -> list[Entry]:
+    """Every transfer is waited for where it starts, and late weight gradients are computed before."""
+    out: list[Entry] = []
+    for previous, entry in zip((None, *entries), entries):
+        if entry.kind == "start":
+            out += [entry, replace(entry, kind="wait")]
+        elif entry.name == "weight_gradients" and previous is not None and previous.kind == "start":
+            out.insert(-2, entry)
+        elif entry.kind == "part":
+            out.append(entry)
+    return out
 
 
-def backward_events(unit: Unit, schedule: Schedule) -> tuple[list[Event], list[float]]:
-    """The backward pass: the forward pass read from its end, every start a wait."""
-    made = _List(unit, schedule, backward=True)
-    made.write()
-    mirrored = [mirror(event) for event in reversed(made.events)]
-    order = {number: place for place, number in enumerate(reversed(range(len(made.travel))))}
-    renumbered = [
-        replace(event, transfer=order[event.transfer]) if event.transfer >= 0 else event for event in mirrored
-    ]
-    return renumbered, made.travel[::-1]
-
-
-def _steps(schedule: Schedule) -> tuple[str, ...]:
-    steps = STEPS[schedule.tap]
-    return steps[:-1] if schedule.double_gating else steps
-
-
-class _List:
-    """Writes the forward order with the seconds of one of the passes."""
-
-    def __init__(self, unit: Unit, schedule: Schedule, *, backward: bool) -> None:
-        self.unit, self.schedule, self.backward = unit, schedule, backward
-        self.moe = unit.moe[1 if backward else 0]
-        self.events: list[Event] = []
-        self.travel: list[float] = []
-
-    def write(self) -> None:
-        {
-            "none": self._plain,
-            "shared_expert": self._shared_expert,
-            "chunked": self._chunked,
-            "two_batch": self._two_batch,
-            "shortcut": self._shortcut,
-        }[self.schedule.name]()
-        self.events.append(Event("fence"))
-
-    def _part(self, name: str, both: Both, share: float = 1.0) -> None:
-        seconds = both.backward if self.backward else both.forward
-        self.events.append(Event("part", name, seconds=share * seconds))
-
-    def _route(self, share: float = 1.0) -> None:
-        self._score(share)
-        self._counts()
-
-    def _score(self, share: float = 1.0) -> None:
-        self.events.append(Event("part", "router", seconds=share * self.moe.route))
-
-    def _counts(self) -> None:
-        if self.moe.counts and not self.schedule.fused:
-            number = len(self.travel)
-            self.travel.append(self.moe.counts)  # a plan has counts of its own, however few its tokens
-            self.events += [
-                Event("start", "dispatch.counts", transfer=number),
-                Event("wait", "dispatch.counts", transfer=number),
-            ]
-
-    def _dispatch(self, share: float = 1.0) -> None:
-        late = self.moe.late if self.schedule.delay_wgrad else 0.0
-        if self.schedule.fused:
-            return
-        times = (self.moe.pack, self.moe.dispatch, self.moe.unpack)
-        self._transfer("dispatch", times, self.moe.fixed[0], share, hidden=share * late)
-
-    def _experts(self, share: float = 1.0) -> None:
-        late = self.moe.late if self.schedule.delay_wgrad and not self.schedule.fused else 0.0
-        self.events.append(Event("part", "experts", seconds=share * (self.moe.experts - late)))
-
-    def _combine(self, share: float = 1.0) -> None:
-        if self.schedule.fused:
-            return
-        self._transfer("combine", (self.moe.gather, self.moe.combine, self.moe.add), self.moe.fixed[1], share)
-
-    def _transfer(
-        self, name: str, times: tuple[float, float, float], fixed: float, share: float, *, hidden: float = 0.0
-    ) -> None:
-        before, wire, behind = times
-        number = len(self.travel)
-        self.travel.append(fixed + share * (wire - fixed))
-        start = Event("start", name, transfer=number, seconds=share * before)
-        wait = Event("wait", name, transfer=number, seconds=share * behind)
-        # Read backwards, what lies between start and wait is between the reverse transfer's start and its wait.
-        overlapped = hidden > 0 and self.schedule.enabled
-        late = [Event("part", "weight_gradients", seconds=hidden)] if hidden > 0 else []
-        self.events += [start, *late, wait] if overlapped else [*late, start, wait]
-
-    def _plain(self) -> None:
-        self._part("attention", self.unit.attention)
-        self._route()
-        self._dispatch()
-        self._experts()
-        self._combine()
-        self._part("shared", self.unit.shared)
-
-    def _shared_expert(self) -> None:
-        self._part("attention", self.unit.attention)
-        self._route()
-        self._dispatch()
-        self._part("shared_up", self.unit.shared, 2 / 3)
-        self._experts()
-        self._combine()
-        self._part("shared_down", self.unit.shared, 1 / 3)
-
-    def _chunked(self) -> None:
-        share = 1 / self.schedule.parts
-        self._part("attention", self.unit.attention)
-        self._score()
-        for _ in range(self.schedule.parts):
-            self._counts()
-        for _ in range(self.schedule.parts):
-            self._dispatch(share)
-        for _ in range(self.schedule.parts):
-            self._experts(share)
-            self._combine(share)
-        self._part("shared", self.unit.shared)
-
-    def _two_batch(self) -> None:
-        for _ in range(2):
-            self._part("attention", self.unit.attention, 0.5)
-            self._route(0.5)
-            self._dispatch(0.5)
-        for _ in range(2):
-            self._experts(0.5)
-            self._combine(0.5)
-        for _ in range(2):
-            self._part("shared", self.unit.shared, 0.5)
-
-    def _shortcut(self) -> None:
-        steps, slot = _steps(self.schedule), self.schedule.slot
-        assert slot is not None and slot <= len(steps)
-        parts = {
-            "attention_before": self.unit.before[0],
-            "feed_forward": self.unit.before[1],
-            "attention": self.unit.attention,
-            "shared": self.unit.shared,
+def events(
+    entries: Sequence[Entry], unit: Unit, work: Work, *, backward: bool
+) -> tuple[list[Event], list[float]]:
+    """A pass with its prices, and the seconds of its transfers."""
+    moe = unit.moe[1 if backward else 0]
+    late = any(entry.name == "weight_gradients" for entry in entries) and not work.fused
+    seconds = {name: both.backward if backward else both.forward for name, both in unit.parts.items()}
+    seconds |= {"router": moe.route, "experts": moe.experts - (moe.late if late else 0.0)}
+    seconds["weight_gradients"] = moe.late if late else 0.0
+    # Of a transfer: work before its start, on the wire, the share of it without any rows, work behind its wait.
+    transfers = (
+        {}
+        if work.fused
+        else {
+            "dispatch": (moe.pack, moe.dispatch, moe.fixed[0], moe.unpack),
+            "combine": (moe.gather, moe.combine, moe.fixed[1], moe.add),
         }
-        if self.schedule.tap == "pos2":
-            self._part("attention_before", self.unit.before[0])
-        self._route()
-        self._dispatch()
-        for place, name in enumerate(steps):
-            if place == slot:
-                self._experts()
-                self._combine()
-            self._part(name, parts[name])
-        if slot == len(steps):
-            self._experts()
-            self._combine()
-        if self.schedule.double_gating:
-            self._route()
-            self._dispatch()
-            self._experts()
-            self._combine()
+    )
+    if moe.counts and not work.fused:
+        # A plan has counts of its own, however few its tokens.
+        transfers["dispatch.counts"] = (0.0, moe.counts, moe.counts, 0.0)
+    made: list[Event] = []
+    travel: list[float] = []
+    numbers: dict[int, int] = {}
+    for entry in entries:
+        if entry.kind == "part":
+            made.append(Event("part", entry.name, seconds=entry.share * seconds[entry.name]))
+        elif entry.name in transfers:
+            pack, wire, fixed, unpack = transfers[entry.name]
+            if entry.kind == "start":
+                numbers[entry.transfer] = len(travel)
+                travel.append(fixed + entry.share * (wire - fixed))
+            beside = pack if entry.kind == "start" else unpack
+            made.append(
+                Event(entry.kind, entry.name, transfer=numbers[entry.transfer], seconds=entry.share * beside)
+            )
+    made.append(Event("fence"))
+    if not backward:
+        return made, travel
+    # A transfer is as long both ways; the last one is the first one here.
+    last = len(travel) - 1
+    return [
+        mirror(event, transfer=last - event.transfer if event.transfer >= 0 else -1)
+        for event in reversed(made)
+    ], travel[::-1]

@@ -17,7 +17,7 @@ from sidestream.predict.cluster import Cluster
 from sidestream.predict.job import Job, ranks_of_domain
 from sidestream.predict.kernels import VALUE_BYTES, activation_pass, product
 from sidestream.predict.layer import Seconds, layer_seconds
-from sidestream.predict.schedules import NOTHING, Both, Pass, Schedule, Unit, passes
+from sidestream.predict.schedules import NOTHING, Both, Pass, Unit, passes
 
 LOGIT_PASSES = 6  # reads and writes of fp32 logits in softmax, loss and their gradient
 OPTIMIZER_PASSES = 2  # state is read and written
@@ -76,7 +76,7 @@ class Step:
 
 
 def attention_seconds(job: Job, cluster: Cluster, flops: ForwardFlops, block: int) -> Both:
-    """Of one attention with its norm and its residual."""
+    """Seconds of one attention with its norm and its residual."""
     shape, tokens = job.shape, job.tokens
     projections = flops.projections * tokens / cluster.products(job.math)
     scores = flops.scores[block] * tokens / cluster.attention_flops
@@ -94,7 +94,7 @@ def attention_seconds(job: Job, cluster: Cluster, flops: ForwardFlops, block: in
 
 
 def feed_forward_seconds(job: Job, cluster: Cluster, width: int, *, overhead: bool = True) -> Both:
-    """Of a gated feed-forward with its norm and residual; nothing if it has no width."""
+    """Seconds of a gated feed-forward with its norm and residual; nothing if it has no width."""
     if not width:
         return NOTHING
     tokens, hidden = job.tokens, job.shape.hidden_size
@@ -121,21 +121,21 @@ def head_seconds(job: Job, cluster: Cluster, flops: ForwardFlops) -> Both:
 def routed_seconds(job: Job, cluster: Cluster) -> tuple[Seconds, Seconds]:
     """The routed path of one layer, forward and backward."""
     forward, backward = layer_seconds(job.layer(cluster), cluster)
-    if job.schedule.fused:
+    if job.fused:
         return fused(forward, cluster), fused(backward, cluster)
     return forward, backward
 
 
 def unit_of(job: Job, cluster: Cluster, flops: ForwardFlops, block: int) -> Unit:
-    """The MoE unit of a block."""
+    """The MoE unit of a block; `block` may be one past the last, for multi-token prediction."""
     shape, moe = job.shape, routed_seconds(job, cluster)
     before = NOTHING, NOTHING
-    if job.schedule.name == "shortcut" and job.schedule.tap != "pos1":
+    if runs_block_before(job, block):
         before = (
             attention_seconds(job, cluster, flops, block - 1),
             feed_forward_seconds(job, cluster, shape.ffn_hidden_size),
         )
-    attention = attention_seconds(job, cluster, flops, block)
+    attention = attention_seconds(job, cluster, flops, min(block, shape.num_layers - 1))
     shared = feed_forward_seconds(job, cluster, shape.shared_width)
     if shape.activation_checkpointing:
         attention, shared = _repeated(attention), _repeated(shared)
@@ -174,20 +174,18 @@ def fused(seconds: Seconds, cluster: Cluster) -> Seconds:
     return replace(seconds, experts=inside, **gone)
 
 
-def schedule_of(job: Job, block: int) -> Schedule:
-    """`tap=auto`: pos2 behind a dense block, else pos1."""
-    if job.schedule.tap != "auto":
-        return job.schedule
-    dense_before = block > 0 and block - 1 not in job.shape.moe_blocks
-    return replace(job.schedule, tap="pos2" if dense_before else "pos1")
+def runs_block_before(job: Job, block: int) -> bool:
+    """The unit of an MoE block runs the dense block in front of it as well."""
+    return job.work is not None and job.work.reads_before(block)
 
 
 def unit_passes(job: Job, cluster: Cluster, block: int) -> tuple[Pass, Pass]:
     """Forward and backward of the MoE unit of a block."""
-    chosen = job.with_schedule(schedule_of(job, block))
+    assert job.work is not None
     flops = forward_flops(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
-    unit = unit_of(chosen, cluster, flops, block)
-    return passes(unit, chosen.schedule, wire_on_compute=cluster.wire_on_compute)
+    unit = unit_of(job, cluster, flops, block)
+    before = runs_block_before(job, block)
+    return passes(unit, job.work, before=before, wire_on_compute=cluster.wire_on_compute)
 
 
 @dataclass(frozen=True)
@@ -207,17 +205,17 @@ class MicroBatch:
     head: float
 
     def sum(self, name: str) -> float:
-        """Of a field or property of all passes of units."""
+        """A field or property, summed over all passes of units."""
         return sum(getattr(one, name) for both in self.units for one in both)
 
     @property
     def seconds(self) -> float:
-        """As scheduled."""
+        """Seconds of the micro-batch in the order of work that the schedule chooses."""
         return self.sum("seconds") + self.dense + self.head
 
     @property
     def backward(self) -> float:
-        """Of the units' backward passes."""
+        """Seconds of the units' backward passes."""
         return sum(backward.seconds for _, backward in self.units)
 
 
@@ -228,9 +226,8 @@ def micro_batch(job: Job, cluster: Cluster) -> MicroBatch:
     units = [unit_passes(job, cluster, block) for block in shape.moe_blocks]
     typical = units[-1]
     # A multi-token prediction layer is one more MoE block, behind the last one and without a dense block in front.
-    alone = job.with_schedule(replace(job.schedule, tap="pos1"))
-    units += [unit_passes(alone, cluster, shape.num_layers - 1) for _ in range(shape.num_mtp_layers)]
-    taken = {*shape.moe_blocks, *(block - 1 for block in shape.moe_blocks if _takes_block_before(job, block))}
+    units += [unit_passes(job, cluster, shape.num_layers) for _ in range(shape.num_mtp_layers)]
+    taken = {*shape.moe_blocks, *(block - 1 for block in shape.moe_blocks if runs_block_before(job, block))}
     dense = [
         attention_seconds(job, cluster, flops, block)
         + feed_forward_seconds(job, cluster, shape.ffn_hidden_size)
@@ -282,12 +279,8 @@ def step(job: Job, cluster: Cluster) -> Step:
     )
 
 
-def _takes_block_before(job: Job, block: int) -> bool:
-    return schedule_of(job, block).name == "shortcut" and schedule_of(job, block).tap != "pos1"
-
-
 def parameters(job: Job) -> tuple[float, float]:
-    """Of one rank: (dense, experts), the stages having equal shares."""
+    """Parameters of one rank: (dense, experts), the stages having equal shares."""
     counted = account(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
     expert = 3 * job.shape.hidden_size * job.shape.expert_hidden_size
     layers = len(job.shape.moe_blocks) + job.shape.num_mtp_layers
@@ -297,8 +290,8 @@ def parameters(job: Job) -> tuple[float, float]:
 
 
 def _exposed_inside(job: Job, cluster: Cluster, layers: int) -> float:
-    """Of a fused path: what its transfers take longer than its products, forward and backward of all layers."""
-    if not job.schedule.fused or cluster.kind == "cpu":
+    """Seconds of a fused path: what its transfers take longer than its products, forward and backward of all layers."""
+    if not job.fused or cluster.kind == "cpu":
         return 0.0
     both = layer_seconds(job.layer(cluster), cluster)
     return layers * sum(max(0.0, one.dispatch + one.combine - one.experts) for one in both)

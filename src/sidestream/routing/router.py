@@ -11,10 +11,11 @@ Legend: T tokens, K routes per token, H features, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sidestream.dispatch.base import Routing
@@ -69,6 +70,44 @@ def joined(decisions: Sequence[Decision]) -> Decision:
         ranking=cat(d.ranking for d in decisions),
         dropped=torch.stack(dropped).sum() if dropped else None,
     )
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens with the router's decision for them.
+
+    Attributes:
+        x_TH: `[T, H]`, what the routed experts read.
+        decision: For these tokens.
+        logits_TE: `[T, E]` fp32.
+        seq_length: Tokens per sequence.
+    """
+
+    x_TH: Tensor
+    decision: Decision
+    logits_TE: Tensor
+    seq_length: int
+
+    @staticmethod
+    def joined(parts: Sequence[Routed]) -> Routed:
+        """One after another, as if they had been routed together."""
+        return Routed(
+            torch.cat([part.x_TH for part in parts]),
+            joined([part.decision for part in parts]),
+            torch.cat([part.logits_TE for part in parts]),
+            parts[0].seq_length,
+        )
+
+    def chunks(self, num_chunks: int) -> list[Routed]:
+        """Cut the tokens, and the routes of padding behind them, into chunks of nearly equal size."""
+        routing = self.decision.routing
+        extra = routing.expert_ids.shape[0] - self.x_TH.shape[0]
+        x_TH = F.pad(self.x_TH, (0, 0, 0, extra)) if extra else self.x_TH
+        ids, weights = routing.expert_ids.tensor_split(num_chunks), routing.weights.tensor_split(num_chunks)
+        return [
+            replace(self, x_TH=x, decision=replace(self.decision, routing=Routing(i, w, routing.complete)))
+            for x, i, w in zip(x_TH.tensor_split(num_chunks), ids, weights)
+        ]
 
 
 class Router(Protocol):

@@ -34,9 +34,9 @@ def share(scores: Tensor) -> Tensor:
 
 
 def jitter(x: Tensor, eps: float) -> Tensor:
-    """`x` `[T, H]` times independent `U(1 - eps, 1 + eps)` (Fedus et al. 2021), drawn from this rank's generator.
+    """Multiply `x` `[T, H]` by independent `U(1 - eps, 1 + eps)` (Fedus et al. 2021), drawn from this rank's generator.
 
-    That generator is part of a checkpoint, so a resumed run draws what the whole run would have drawn.
+    The generator is part of a checkpoint, so a resumed run draws what the whole run would have drawn.
     """
     return x * torch.empty_like(x).uniform_(1.0 - eps, 1.0 + eps)
 

@@ -71,7 +71,7 @@ def balanced_ids(
         top_k: K, at most E.
         num_experts: E.
         valid: `[T]` bool, False on padding, which is skipped in dealing.
-        device: Of the result.
+        device: Where the result lies.
         first: Number of the first token in the deal, scalar int64.
     """
     order = (

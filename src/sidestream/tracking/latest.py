@@ -5,6 +5,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.tracking.untrusted import printable
 
@@ -40,7 +41,7 @@ def _resolve(value: Path, kind: str, key: str, logs: Path) -> Path:
     root = value.parent if value.parent != Path() else logs.expanduser()
     place, mark = _KINDS[kind]
     # A measurement is no trained run, and the other way round.
-    measures = Path(sys.argv[0]).stem == _MEASURED
+    measures = cli.module() == _MEASURED
     found = [
         folder
         for folder in root.glob(f"*/{place}/*/*")

@@ -59,7 +59,7 @@ class Overflow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
+class OverlapResult:
     """Measured times of the slowest rank, medians, and the share of communication hidden."""
 
     compute_ms: float | None = None
@@ -72,7 +72,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph:
+class GraphResult:
     """Counts of the step graph, see `graph.base.GraphCounts`; null for `graph=none`.
 
     Attributes:
@@ -124,8 +124,8 @@ class RunResult:
     data: DataRecord = field(default_factory=DataRecord)
     metrics: Metrics = field(default_factory=Metrics)
     overflow: Overflow = field(default_factory=Overflow)
-    overlap: Overlap = field(default_factory=Overlap)
-    graph: Graph = field(default_factory=Graph)
+    overlap: OverlapResult = field(default_factory=OverlapResult)
+    graph: GraphResult = field(default_factory=GraphResult)
     versions: dict[str, str | None] = field(default_factory=dict)
     commit: str | None = None
     error: str | None = None

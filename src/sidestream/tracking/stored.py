@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a tensor: where it begins, how large it is, and where it is stored."""
 
     offsets: tuple[int, ...]
@@ -53,7 +53,7 @@ class StoredTensor:
 
     dtype: str
     size: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Stored:
     """The content of a checkpoint.
 
     Attributes:
-        tensors: By name.
+        tensors: Name -> tensor.
         values: Everything else by name, such as an optimizer's settings.
         paths: Name -> keys that lead to it in the nested state; all of `tensors` and `values`.
     """
@@ -253,7 +253,7 @@ def _tensor(name: str, state: dict[str, Any], places: Mapping[Any, Place]) -> St
         place = places[name, offsets]
         if math.prod(lengths) * _ITEM_BYTES[dtype] > place.length:
             raise ValueError(f"{name} is larger than what is stored of it")
-        parts.append(Part(offsets, lengths, place))
+        parts.append(TensorPart(offsets, lengths, place))
     if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
         raise ValueError(f"{name} is not the sum of its parts")
     return StoredTensor(dtype, size, tuple(parts))

@@ -36,7 +36,7 @@ class Job:
         overrides: All of them, as typed on the job's command line; without `hydra.` ones.
         label: The overrides that tell it from the other jobs.
         code: Exit code; None before it has ended.
-        seconds: Of its last start.
+        seconds: How long its last start ran.
         result: The content of result.json, {} without one.
         refused: Why its config cannot run, one line; empty if it can.
         from_checkpoint: It goes on from the checkpoint in its folder.
@@ -116,7 +116,7 @@ def group_of(folder: Path, name: str) -> str | None:
 
     Args:
         folder: The sweep's, which may be a time below a date.
-        name: Of the config.
+        name: Value of the key `name`.
     """
     folder = folder.resolve()
     if not (folder / SAVED).exists():

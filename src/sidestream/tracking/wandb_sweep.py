@@ -26,9 +26,9 @@ def log_table(
 
     Args:
         folder: The sweep's.
-        rows: Of `sweep.csv`.
+        rows: Rows of `sweep.csv`.
         config: Resolved, of one of the jobs: project, group, tags.
-        exit_code: Of the sweep; another than 0 marks the run as failed.
+        exit_code: Exit code of the sweep; another than 0 marks the run as failed.
     """
     import wandb
 

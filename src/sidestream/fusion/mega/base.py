@@ -48,7 +48,7 @@ class FusedLibrary(Protocol):
     """A way to do it.
 
     Attributes:
-        name: Of `fusion.library`.
+        name: Its value of `fusion.library`.
         transport: What the rows travel through, as results record it.
         budget: Rows of this rank's result buffer, once wired; None: nothing can overflow.
         again: Places of the inputs of `forward` that `backward` takes once more.
@@ -95,7 +95,7 @@ class FusedLibrary(Protocol):
         ...
 
     def metadata_bytes_sent(self) -> int:
-        """Of these, the ones that are no rows."""
+        """How many of `bytes_sent` are no rows: counts, expert ids, routing weights."""
         ...
 
     def close(self) -> None:

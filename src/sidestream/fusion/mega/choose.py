@@ -10,8 +10,8 @@ def library_for(name: str, spec: DispatchSpec) -> FusedLibrary:
     """An unwired library. `auto` is `windows` on CPUs and `triton` on GPUs; `mok` wants to be named.
 
     Args:
-        name: Of `fusion.library`.
-        spec: As for `wire`.
+        name: A value of `fusion.library`.
+        spec: What `wire` will be given.
 
     Raises:
         ValueError: It cannot run on this device, or there is no such library.

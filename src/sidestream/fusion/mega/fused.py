@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, Pending, Routing
+from sidestream.dispatch.counter import Counting, RowCounter
 from sidestream.dispatch.library import PendingCall, known_weights
 from sidestream.exchange.call import Call, CallChannel, lane_for
 from sidestream.exchange.link import Link
@@ -26,7 +27,7 @@ from sidestream.fusion.mega.choose import library_for
 Library = Literal["auto", "windows", "triton", "mok"]
 
 
-class MegaExperts:
+class MegaExperts(Counting):
     """Dispatch, experts and combine as one differentiable operation of a library.
 
     A `Fusion` that is its own `Dispatcher`: it counts rows and bytes and is wired and closed as one.
@@ -57,8 +58,9 @@ class MegaExperts:
         self.alignment: int | Literal["auto"] = alignment
         self._backend = backend
         self._channel: CallChannel | None = None
-        self._counts: tuple[Tensor, Tensor] | None = None
-        self._spec: DispatchSpec | None = None
+        self._counts: RowCounter | None = (
+            None  # `counter`, if there is a budget; the library writes it in any case
+        )
 
     # As a dispatcher
 
@@ -73,8 +75,9 @@ class MegaExperts:
         self._backend.wire(group=group, spec=spec, capacity_factor=self.capacity_factor)
         self._channel = CallChannel(group, link, lane=lane_for(spec.device))
         self._spec = spec
-        zeros = torch.zeros(spec.num_layers, dtype=torch.int64, device=spec.device)
-        self._counts = zeros, zeros.clone()
+        self._counts = RowCounter(spec.num_layers, spec.device)
+        self.transport, self.budget = self.backend.transport, self.backend.budget
+        self.counter = None if self.budget is None else self._counts
 
     @property
     def backend(self) -> FusedLibrary:
@@ -83,37 +86,9 @@ class MegaExperts:
         return self._backend
 
     @property
-    def channel(self) -> CallChannel | None:
-        """Its hooks see every call; None before `wire`."""
-        return self._channel
-
-    @property
-    def transport(self) -> str | None:
-        """What the rows travel through; None before `wire`."""
-        return None if self._channel is None else self.backend.transport
-
-    @property
-    def budget(self) -> int | None:
-        """Rows of a rank's result buffer; None: as many as come."""
-        return None if self._channel is None else self.backend.budget
-
-    @property
     def fuses_shared(self) -> bool:
         """The library computes the shared expert, too."""
         return self.backend.fuses_shared
-
-    def needed(self) -> Tensor | None:
-        """See `Dispatcher.needed`."""
-        return None if self.budget is None or self._counts is None else self._counts[0]
-
-    def dropped(self) -> Tensor | None:
-        """See `Dispatcher.dropped`."""
-        return None if self.budget is None or self._counts is None else self._counts[1]
-
-    def reset_needed(self) -> None:
-        """See `Dispatcher.reset_needed`."""
-        for count in self._counts or ():
-            count.zero_()
 
     def resize(self, budget: int) -> None:
         """See `Dispatcher.resize`."""
@@ -123,13 +98,14 @@ class MegaExperts:
         self._channel.lane.synchronize()
         if budget > self.budget:
             self.backend.resize(budget)
+            self.budget = self.backend.budget
 
     def bytes_sent(self) -> int:
         """Bytes that travelled for this rank; summed over ranks it is what was sent."""
         return self.backend.bytes_sent()
 
     def metadata_bytes_sent(self) -> int:
-        """Of these, the ones that are no rows."""
+        """How many of `bytes_sent` are no rows: counts, expert ids, routing weights."""
         return self.backend.metadata_bytes_sent()
 
     def close(self) -> None:
@@ -137,9 +113,9 @@ class MegaExperts:
         if self._channel is None:
             return
         self._channel.lane.synchronize()
-        self._channel.close()
+        super().close()
         self.backend.close()
-        self._channel = self._counts = self._spec = None
+        self._counts = self.transport = self.budget = None
 
     # As experts
 
@@ -150,9 +126,9 @@ class MegaExperts:
 
         Args:
             x: `[T, H]`.
-            routing: Of its tokens.
-            weights: Of the local experts, `[L, H, 2F]` and `[L, F, H]`, and those of the shared expert where the
-                library computes it; in the dtype of `x`.
+            routing: The routing of these tokens.
+            weights: Weights of the local experts, `[L, H, 2F]` and `[L, F, H]`, and those of the shared expert where
+                the library computes it; in the dtype of `x`.
             layer: Index among the MoE layers.
             recompute: Keep no activation for the backward.
 
@@ -169,7 +145,7 @@ class MegaExperts:
             channel,
             "mega",
             forward=plan.forward,
-            outs=_like(x, extra=counts),
+            outs=_like(x, extra=(counts.needed, counts.dropped)),
             backward=plan.backward,
             grads=_like(x, row_weights, *weights),
             again=self.backend.again,

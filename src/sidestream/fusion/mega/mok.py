@@ -35,7 +35,7 @@ from torch import Tensor
 from sidestream.config.errors import ConfigError
 from sidestream.config.mok_limits import (
     UNFUSED,
-    Sizes,
+    MoKSizes,
     Tuning,
     Violation,
     chunk_bytes,
@@ -48,8 +48,12 @@ from sidestream.dispatch.base import DispatchSpec
 MODULE = "mok.functional"
 INSTALLED = "github.com/cursor/mixture-of-kittens, built for this GPU (MOK_ARCH=SM100 or SM103)"
 NEEDED = (
-    *("MoKConfig", "get_workspace", "build_schedule"),
-    *("forward", "backward", "recompute_forward_context"),
+    "MoKConfig",
+    "get_workspace",
+    "build_schedule",
+    "forward",
+    "backward",
+    "recompute_forward_context",
 )
 
 
@@ -62,9 +66,9 @@ class MoKLibrary:
     """See the module.
 
     Args:
-        tuning: Of the kernels.
+        tuning: MoKSizes that the kernels are tuned by.
         width: F; None: not known before the first call, which then checks it.
-        num_shared, shared_width, shared_gate: Of the shared expert, as `limits.Sizes` has them.
+        num_shared, shared_width, shared_gate: The shared expert's sizes, as `config.mok_limits.MoKSizes` has them.
         library: `mok.functional`, or what stands in for it; None imports it in `wire`, not earlier: the import makes
             a context on whatever device is current.
 
@@ -170,7 +174,7 @@ class MoKLibrary:
 
     def _violation(self, **changes: Any) -> Violation | None:
         spec = self.spec
-        sizes = Sizes(
+        sizes = MoKSizes(
             ranks=self.num_ranks,
             tokens=spec.max_tokens,
             hidden=spec.hidden_size,
@@ -294,8 +298,13 @@ class MoKPlan:
         seen = needed[self.layer : self.layer + 1]
         seen.copy_(torch.maximum(seen, schedule.num_tokens))
         out, context = mok.forward(
-            *(lib.config, lib.workspace, schedule, x.contiguous(), scores),
-            *(*shared(shared_gate_up), shared_down),
+            lib.config,
+            lib.workspace,
+            schedule,
+            x.contiguous(),
+            scores,
+            *shared(shared_gate_up),
+            shared_down,
             *lib.native(w_gate_up, w_down),
         )
         y.copy_(out)
@@ -316,8 +325,16 @@ class MoKPlan:
             context = mok.recompute_forward_context(*before, x, *shared(shared_gate_up), gate, up)
         self.schedule = self.context = None  # the call uses the context up
         found = mok.backward(
-            *(*before, context, dy.contiguous(), x, scores),
-            *(*shared(shared_gate_up), shared_down, gate, up, down),
+            *before,
+            context,
+            dy.contiguous(),
+            x,
+            scores,
+            *shared(shared_gate_up),
+            shared_down,
+            gate,
+            up,
+            down,
         )
         d_x, d_scores, d_gate, d_up, d_down, d_shared_gate, d_shared_up, d_shared_out = found
         dx.copy_(d_x)

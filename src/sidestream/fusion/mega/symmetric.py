@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sidestream.fusion.mega.memory import PAGE, Windows, host
+from sidestream.fusion.mega.window_memory import PAGE, Windows, host
 
 ELSEWHERE = "set fusion=grouped dispatcher=alltoall"
 
 
 class SymmetricMemory(Protocol):
-    """A piece of it.
+    """Memory that all ranks of a group can address.
 
     Attributes:
-        rank: Of this process in the group.
-        num_ranks: Of the group.
+        rank: This process's rank in the group.
+        num_ranks: Size of the group.
         bases: `[R]` int64 on the device: the address of every rank's memory, as this rank sees it.
     """
 
@@ -57,7 +57,7 @@ def open_memory(
     Args:
         group: None: this rank alone.
         size: Bytes per rank; equal on all.
-        device: Of this rank.
+        device: This rank's device.
         timeout_s: How long to wait for another rank, where waiting can be ended.
 
     Raises:
@@ -69,7 +69,7 @@ def open_memory(
 
 
 class SharedMemory:
-    """Of one host; see `Windows`."""
+    """Symmetric memory of the ranks of one host, over `Windows`."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, size: int, timeout_s: float) -> None:
         self._group, self._failed = group, False
@@ -99,7 +99,10 @@ class SharedMemory:
 
 
 class DeviceMemory:
-    """Of the GPUs of one NVLink domain. A GPU cannot be asked who waits for it: `look_after` and `fail` do nothing."""
+    """Symmetric memory of the GPUs of one NVLink domain.
+
+    A GPU cannot be asked who waits for it: `look_after` and `fail` do nothing.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, *, size: int, device: torch.device) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)

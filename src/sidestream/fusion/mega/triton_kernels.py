@@ -44,9 +44,9 @@ class Tiles:
         n: Columns of a product.
         k: Depth of a step of a product.
         gather: Columns that are fetched at a time.
-        tokens: Of an item of the reduction.
+        tokens: Tokens of one item of the reduction.
         group: Tiles of slots that share the weights while these are in the cache.
-        warps, stages: As Triton has them.
+        warps, stages: Triton's `num_warps` and `num_stages`.
     """
 
     m: int

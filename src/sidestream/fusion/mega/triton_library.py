@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sidestream.dispatch.base import DispatchSpec, receive_budget
-from sidestream.fusion.mega.memory import PeerLost
 from sidestream.fusion.mega.symmetric import SymmetricMemory, open_memory
 from sidestream.fusion.mega.window_layout import most_rows
+from sidestream.fusion.mega.window_memory import PeerLost
 from sidestream.fusion.mega.windows import timeout_of
 
 _LINE = 128  # everything begins at a multiple
@@ -38,7 +38,7 @@ _BLOCK = 1024  # routes that a program fetches
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """Byte offsets in a rank's memory.
 
     Attributes:
@@ -63,13 +63,13 @@ class Layout:
     routes_size: int
 
     @staticmethod
-    def of(spec: DispatchSpec, *, num_ranks: int, slots: int, max_tiles: int) -> Layout:
+    def of(spec: DispatchSpec, *, num_ranks: int, slots: int, max_tiles: int) -> MemoryLayout:
         row, routes = spec.hidden_size * spec.dtype.itemsize, spec.max_tokens * spec.top_k * 4
         tokens = spec.max_tokens * row
         sizes = 4 * num_ranks, 8 * num_ranks, 4 * num_ranks * max_tiles, routes, routes, routes, routes
-        places = _places(*sizes, *(tokens, tokens, slots * row, slots * 4))
+        places = _places(*sizes, tokens, tokens, slots * row, slots * 4)
         ready, number, done, ids, weights, odd, _, x, grad, rows, row_grads, size = places
-        return Layout(
+        return MemoryLayout(
             ready, number, done, ids, weights, x, grad, rows, row_grads, size, routes_size=odd - ids
         )
 
@@ -155,7 +155,9 @@ class TritonLibrary:
         spec, device = self.spec, self.spec.device
         self.slots = most_rows(spec, num_ranks=self.num_ranks) if self.budget is None else self.budget
         self.max_tiles = -(-self.slots // self.tiles.m) + self.num_local
-        self.layout = Layout.of(spec, num_ranks=self.num_ranks, slots=self.slots, max_tiles=self.max_tiles)
+        self.layout = MemoryLayout.of(
+            spec, num_ranks=self.num_ranks, slots=self.slots, max_tiles=self.max_tiles
+        )
         timeout_s = 600.0 if self.group is None or device.type != "cpu" else timeout_of(self.group)
         self.memory: SymmetricMemory = open_memory(
             self.group, size=self.layout.size, device=device, timeout_s=timeout_s
@@ -200,7 +202,7 @@ class TritonLibrary:
         return self._counters.zero_()
 
     def programs(self) -> int:
-        """Of a persistent kernel."""
+        """How many programs a persistent kernel is started with."""
         if self.spec.device.type == "cpu":
             return 2  # one does all the work; the other finds none left
         count = torch.cuda.get_device_properties(self.spec.device).multi_processor_count

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidestream.dispatch.base import DispatchSpec
-from sidestream.fusion.mega.memory import PAGE
+from sidestream.fusion.mega.window_memory import PAGE
 
 READY, DONE, RELEASED = 0, 1, 2
 RING = 4  # steps whose slot and number of tokens can be looked up; two are under way at most
@@ -65,7 +65,7 @@ class Areas:
         slot = area + 2 * area_size
         size = slot + MAX_SLOTS * slot_size
         return Areas(
-            *(zero, area, area_size, rows, grad, row_grads, places, slot, slot_size, ids, weights, size)
+            zero, area, area_size, rows, grad, row_grads, places, slot, slot_size, ids, weights, size
         )
 
 

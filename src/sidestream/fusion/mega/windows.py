@@ -37,7 +37,6 @@ from torch import Tensor
 from sidestream.dispatch.base import DispatchSpec, receive_budget
 from sidestream.dispatch.layout import rounds_half_up, sum_rows
 from sidestream.fusion.base import activate, activate_backward
-from sidestream.fusion.mega.memory import Windows
 from sidestream.fusion.mega.window_layout import (
     DONE,
     MAX_SLOTS,
@@ -51,6 +50,7 @@ from sidestream.fusion.mega.window_layout import (
     take,
     tiles,
 )
+from sidestream.fusion.mega.window_memory import Windows
 
 TILE = 512  # rows of an expert that are carried through both products while they are in the cache
 
@@ -84,7 +84,7 @@ class _Own:
         index: `[T, K]` rows in the result areas of odd or even steps; -1: no row.
         complete: Every route has a row.
         places: `[T, K]` places in all windows' row gradients but for the beginning of the area; -1: no row.
-        parity: Of the step.
+        parity: Whether the step's number is even or odd.
         away: Rows of other ranks among them.
     """
 
