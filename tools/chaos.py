@@ -407,9 +407,9 @@ def _silent(outcome: dict[str, Any]) -> bool:
 
 def main() -> int:
     parser = shared.parser(__doc__)
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", type=shared.number(1), default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--first", type=shared.number(0), default=0, help="number of the first case")
     parser.add_argument("--out", type=Path, default=Path("chaos"), help="outcomes and what went wrong")
     parser.add_argument("--report", type=Path, nargs="*", help="only add up these outcomes.jsonl")
     options = parser.parse_args()

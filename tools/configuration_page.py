@@ -1,8 +1,13 @@
-"""Writes docs/configuration.md from the schemas and from conf/: `python tools/configuration_page.py`, or `make readme`.
+"""Writes docs/configuration.md from the schemas and from conf/: the same as `make readme`.
 
 What a key means, its type and its limits are in src/sidestream/config/schema*.py. What an option means is the first
 line of its YAML file behind the command. A test compares the page with what this file makes.
 """
+
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,10 +17,11 @@ from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
+from sidestream.commands import shared
 from sidestream.config.errors import as_typed
 from sidestream.config.help import GROUPS
 from sidestream.config.schema import SCHEMAS, Root
-from sidestream.tracking.markdown import table
+from sidestream.report.table import Markdown, Table
 
 REPOSITORY = Path(__file__).parents[1]
 CONF = REPOSITORY / "conf"
@@ -238,8 +244,15 @@ def _type(item: Field, *, optional: bool) -> str:
 def _without_empty(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table without the columns in which no row has anything, and an empty line."""
     kept = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    return [*table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows]), ""]
+    shown = Table([columns[i] for i in kept], [[Markdown(row[i]) for i in kept] for row in rows])
+    return [shown.markdown(), ""]
+
+
+def main(argv: list[str] | None = None) -> int:
+    shared.parser(__doc__).parse_args(argv)
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    shared.run(main)

@@ -30,14 +30,13 @@ from sidestream.commands import shared
 from sidestream.commands.plot_loss import main as plot_loss
 from sidestream.compare import quality
 from sidestream.config import resume_page
-from sidestream.measure import overlap_matrix
+from sidestream.measure import graph_report, overlap_matrix, report
 from sidestream.measure.dispatch_report import markdown
 from sidestream.predict import page as predictor_page
 from sidestream.profiling import picture as timeline
+from sidestream.report.table import Markdown, Table, short_commit
 from sidestream.tracking import latest
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
-from sidestream.tracking.markdown import notes
-from sidestream.tracking.markdown import table as markdown_table
 from sidestream.tracking.untrusted import read_yaml
 
 REPOSITORY = Path(__file__).parents[1]
@@ -227,7 +226,7 @@ def render_benchmark(page: str) -> str:
         (TOP8_RESULT, TOP8_BEGIN, TOP8_END),
     ):
         result = json.loads(path.read_text(encoding="utf-8"))
-        page = _between(BENCHMARK.name, page, begin, end, benchmark_table(result))
+        page = _between(BENCHMARK.name, page, begin, end, report.markdown(result))
     return page
 
 
@@ -251,7 +250,7 @@ def render_predictor(page: str) -> str:
     """Returns docs/predictor.md with its tables replaced; see `render`."""
     tables = "\n".join(predictor_page.markdown())
     page = _between(PREDICTOR.name, page, PREDICTOR_BEGIN, PREDICTOR_END, tables)
-    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, "\n".join(predictor_page.recipes()))
+    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, predictor_page.recipes())
 
 
 def render_resume(page: str) -> str:
@@ -262,31 +261,7 @@ def render_resume(page: str) -> str:
 def render_graph(page: str) -> str:
     """Returns docs/step_graphs.md with its table replaced; see `render`."""
     result = json.loads(GRAPH_RESULT.read_text(encoding="utf-8"))
-    columns = ("case", "tokens/s, graph over eager", "quartiles", "memory", "capture", "capture again")
-    rows = []
-    for record in result["results"]:
-        ratio, memory = record["speedup"], record["peak_memory_bytes"]
-        cells = (
-            f"`{' '.join(record['case'])}`",
-            f"{ratio['median']:.2f}",
-            f"{ratio['q1']:.2f} to {ratio['q3']:.2f}",
-            f"{memory['graph'] / memory['eager']:.2f} x",
-            f"{record['capture_seconds']:.2f} s",
-            f"{record['recapture_seconds']:.2f} s",
-        )
-        rows.append(cells)
-    load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
-    ranks = result["results"][0]["world_size"]
-    facts = (
-        f"Command: `{result['command']}`",
-        f"Machine: {result['cpu']}, {ranks} ranks, one thread and core a rank, torch {result['versions']['torch']}; "
-        f"load average before {load}",
-        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds of whole "
-        f"steps of `tiny`, in changing order",
-        "Emulated: a CUDA graph, by the tape",
-    )
-    content = "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
-    return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, content)
+    return _between(GRAPH.name, page, GRAPH_BEGIN, GRAPH_END, graph_report.markdown(result))
 
 
 def render_fusion(page: str) -> str:
@@ -295,7 +270,7 @@ def render_fusion(page: str) -> str:
     Raises:
         ValueError: the markers are not there.
     """
-    tables = [benchmark_table(json.loads(path.read_text(encoding="utf-8"))) for path in FUSION_RESULTS]
+    tables = [report.markdown(json.loads(path.read_text(encoding="utf-8"))) for path in FUSION_RESULTS]
     return _between(FUSION.name, page, FUSION_BEGIN, FUSION_END, "\n\n".join(tables))
 
 
@@ -305,35 +280,6 @@ def _between(name: str, page: str, begin: str, end: str, content: str) -> str:
     if not found_begin or not found_end:
         raise ValueError(f"{name}: no '{begin}' followed by '{end}'; expected both, on lines of their own")
     return f"{before}{begin}\n{content}\n{end}{after}"
-
-
-def benchmark_table(result: dict[str, Any]) -> str:
-    """Returns the Markdown table of a layer benchmark: forward + backward over dense, minimum / median."""
-    named = result.get("against", [])
-    columns = ["shape", "ranks", "arm", "x dense", "x fastest peer", *(f"x `{name}`" for name in named)]
-    columns.append("peak MiB")
-    rows = []
-    for case in result["results"]:
-        for name, arm in case["arms"].items():
-            if name == "dense":
-                continue
-            dense, peer = (_pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer"))
-            others = [_pair(ratio) for ratio in arm.get("ratio_to", {}).values()]
-            memory = f"{arm['peak_memory_bytes'] / 2**20:.0f}"
-            rows.append([case["shape"], str(case["world_size"]), f"`{name}`", dense, peer, *others, memory])
-    load = ", ".join(f"{value:.1f}" for value in result["load_average"]["before"])
-    machine = f"{result['cpu']}, one thread and core a rank, torch {result['versions']['torch']}, {result['precision']}"
-    facts = [
-        f"Command: `{result['command']}`",
-        f"Machine: {machine}; load average before {load}",
-        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
-        f"Emulated: {'; '.join(result['emulated'])}",
-    ]
-    return "\n".join([*markdown_table(columns, rows), "", *notes(facts)])
-
-
-def _pair(ratio: dict[str, float] | None) -> str:
-    return "-" if ratio is None else f"{ratio['min']:.2f} / {ratio['median']:.2f}"
 
 
 def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
@@ -346,7 +292,7 @@ def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
     rows = {
         "command": f"`{result['command']}`",
         "hardware": f"{machine['cpu']}, {machine['cpu_count']} CPU cores{'' if on_gpu else ', no GPU used'}",
-        "software": f"commit `{_commit(result['commit'])}`, {versions}, {result['precision']}",
+        "software": f"commit `{short_commit(result['commit'])}`, {versions}, {result['precision']}",
         "ranks": f"{result['world_size']} on one machine, expert parallel {result['expert_parallel_size']}",
         "transport": backend.get(result["transport"], str(result["transport"])),
         "emulated": emulated,
@@ -355,14 +301,7 @@ def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
         "speed": f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['step_ms']:.0f} ms per step (median)",
         "time": f"{machine['seconds']} s from start to result",
     }
-    return "\n".join(
-        ["| default run | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())]
-    )
-
-
-def _commit(commit: str | None) -> str:
-    name, _, dirty = (commit or "unknown").partition("-")
-    return name[:12] + (f"-{dirty}" if dirty else "")
+    return Table(("default run", ""), [(name, Markdown(text)) for name, text in rows.items()]).markdown()
 
 
 def draw(picture: Path) -> None:

@@ -11,10 +11,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
-from sidestream.config.construct import construct
+from sidestream.config.construct import OF_EVERY_STRATEGY, construct
 from sidestream.config.errors import ConfigError
+from sidestream.conformance import answers
 from sidestream.convert.initial import load_before_sharding
-from sidestream.convert.start import check_weights
+from sidestream.convert.start import check_weights, other_tokens
 from sidestream.dispatch.local import LocalDispatcher
 from sidestream.fusion.base import fused_of
 from sidestream.fusion.grouped import GroupedExperts
@@ -38,7 +39,12 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 
 def make(cfg: DictConfig, group: str, **kwargs: Any) -> Any:
     """The object that the option of a group describes, see `construct`."""
-    return construct(group, cfg[group], cfg, **kwargs)
+    return _complete(group, construct(group, cfg[group], cfg, **kwargs))
+
+
+def _complete(group: str, part: Any) -> Any:
+    answers.check_complete(group, part)
+    return part
 
 
 def model_shape(cfg: DictConfig, *, vocab_size: int) -> ModelShape:
@@ -99,7 +105,13 @@ def initial_weights(cfg: DictConfig) -> Path | None:
 
 
 def model_builder(
-    cfg: DictConfig, *, vocab_size: int, device: torch.device, num_sequences: int = 0, exact: bool = False
+    cfg: DictConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    tokenizer: str | None = None,
+    num_sequences: int = 0,
+    exact: bool = False,
 ) -> Callable[[Parallel], MoETransformer]:
     """Return a function that builds this rank's part of the model, given the groups.
 
@@ -107,6 +119,7 @@ def model_builder(
         cfg: The root config.
         vocab_size: See `model_shape`.
         device: Where the parameters live.
+        tokenizer: Of the data, see `Corpus.tokenizer`.
         num_sequences: Most sequences of a rank in one forward pass.
         exact: Dispatch without a static budget and without a library, whatever the config says: for evaluation, on
             one rank, where nothing may be lost.
@@ -115,14 +128,15 @@ def model_builder(
     shape = model_shape(cfg, vocab_size=vocab_size)
     router, balance = make(cfg, "router"), make(cfg, "balance")
     dispatcher, fusion = make_movers(cfg, exact=exact)
-    schedule, link = make_schedule(cfg), make(cfg, "link")
+    schedule, link = make_schedule(cfg), answers.link_of(make(cfg, "link"))
 
     folder = initial_weights(cfg)
     if folder is not None:
         # Again, because only now the data has said how many tokens there are.
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        if line := check_weights(plain, folder, vocab_size=vocab_size):
-            log.warning("initial_weights: %s", line)
+        for line in (check_weights(plain, folder, vocab_size=vocab_size), other_tokens(folder, tokenizer)):
+            if line:
+                log.warning("initial_weights: %s", line)
     padding = padding_rows(cfg, num_sequences * cfg.data.seq_length) if num_sequences else 0
 
     def build(parallel: Parallel) -> MoETransformer:
@@ -150,8 +164,8 @@ def model_builder(
 
 def reduction(cfg: DictConfig) -> Reduction:
     """The owner of the gradients: `_target_` of the strategy, with its own keys."""
-    options = {k: v for k, v in cfg.strategy.items() if k not in ("expert_parallel_size", "timeout_seconds")}
-    return construct("strategy", OmegaConf.create(options), cfg)
+    options = {k: v for k, v in cfg.strategy.items() if k not in OF_EVERY_STRATEGY}
+    return _complete("strategy", construct("strategy", OmegaConf.create(options), cfg))
 
 
 def param_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -173,7 +187,9 @@ def optimizer_builder(cfg: DictConfig) -> Callable[[MoETransformer], Optimizer]:
     def build_for(model: MoETransformer) -> Optimizer:
         groups = param_groups(model, weight_decay=weight_decay)
         if not recorded:
-            return build(groups)
+            optimizer = build(groups)
+            answers.check_optimizer(optimizer, list(model.parameters()))
+            return optimizer
         # The rate is read where it lies: a number would be the one of the capture for ever.
         # In double precision, as the number would be; the CUDA kernel takes single precision only.
         device = next(model.parameters()).device

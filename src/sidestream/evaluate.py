@@ -14,6 +14,8 @@ from torch import Tensor
 from sidestream import build
 from sidestream.config.errors import ConfigError
 from sidestream.config.layout import Layout
+from sidestream.conformance import answers
+from sidestream.convert.start import trained_as
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.loaders import val_loader
 from sidestream.launch import phase
@@ -59,11 +61,12 @@ def evaluate(
     try:
         phase.enter(phase.READING)
         source: DataSource = build.make(cfg, "data")
-        text = source.example_prompt if prompt is None else prompt
-        corpus = source.load()
+        text = getattr(source, "example_prompt", DataSource.example_prompt) if prompt is None else prompt
+        corpus = answers.load(source)
         # A model needs something to continue: at least the end of another document.
         begin = encode(source, text, vocab_size=corpus.vocab_size) or [corpus.eos_token or 0]
         _read(lambda: check_corpus(corpus, checkpoint), checkpoint)
+        _read(lambda: check_schedule(build.make_schedule(cfg), checkpoint), checkpoint)
         phase.enter(phase.BUILDING)
         parallel = build_parallel(expert_parallel_size=1, device_type=device.type, timeout=timeout)
         build_model = build.model_builder(cfg, vocab_size=corpus.vocab_size, device=device, exact=True)
@@ -108,7 +111,8 @@ def _read(read: Callable[[], None], checkpoint: Path) -> None:
 def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
     """Raises ConfigError if the data, or its tokenizer, is not what the checkpoint was trained on.
 
-    Text that changed since is split, and with bpe also numbered, in another way: the loss would mean nothing.
+    Text that changed since is split, and with bpe also numbered, in another way: the loss would mean nothing. A
+    prompt in the tokens of another tokenizer would be another text.
     """
     trained = str(load_meta(checkpoint)["sidestream"].get("data_checksum"))
     if corpus.checksum != trained:
@@ -118,6 +122,22 @@ def check_corpus(corpus: Corpus, checkpoint: Path) -> None:
             f"trained on data with checksum {trained[:16]}, but the data is now {corpus.checksum[:16]}",
             expected="the files, or the interpreter, of the run",
             fix="restore the data of the run, or train again",
+        )
+    tokenizer = (trained_as(checkpoint, key="checkpoint") or {}).get("tokenizer")
+    if tokenizer is not None and tokenizer != corpus.tokenizer:
+        why = f"trained on the tokens of {printable(tokenizer, limit=20)}, but data.tokenizer is now {corpus.tokenizer}"
+        fix = "restore the tokenizer of the run"
+        raise ConfigError("run", str(checkpoint), why, expected="the tokenizer of the run", fix=fix)
+
+
+def check_schedule(schedule: Any, checkpoint: Path) -> None:
+    """Raises ConfigError if the checkpoint was trained under a schedule of another function, also a user's own."""
+    here = getattr(schedule, "function", "plain")
+    trained = load_meta(checkpoint)["sidestream"].get("function", here)
+    if trained != here:
+        why = f"trained under an overlap that computes {printable(trained)}, and the run has one that computes {here}"
+        raise ConfigError(
+            "run", str(checkpoint), why, expected="the overlap of the run", fix="checkpoint=<one of this run>"
         )
 
 
@@ -159,6 +179,7 @@ def encode(source: DataSource, text: str, *, vocab_size: int) -> list[int]:
     except UnicodeEncodeError as error:  # bytes that the terminal's encoding does not have
         why, expected = printable(error), "text in UTF-8"
         raise ConfigError("prompt", printable(text), why, expected=expected, fix="prompt=<text>") from None
+    answers.check_encoded(source, tokens)
     if unknown := [token for token in tokens if token >= vocab_size]:
         why = f"token {unknown[0]} is none of the {vocab_size} of the data"
         expected = "text that the data could hold"

@@ -9,12 +9,15 @@ import signal
 import time
 from types import FrameType
 
+from sidestream import matplotlibrc
+
 STARTED = time.monotonic()  # of this command
 
 
 def leave_at_once() -> None:
     """Until another handler is set, Ctrl-C ends this process with one line."""
     signal.signal(signal.SIGINT, _leave)
+    matplotlibrc.ignore()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from sidestream import build
+from sidestream.config import withheld
 from sidestream.config.layout import Layout
 from sidestream.config.measure_check import report_steps
+from sidestream.conformance import answers
+from sidestream.convert.start import described
 from sidestream.data.corpus import Corpus
 from sidestream.data.document_packing import PackedDataset
 from sidestream.data.loaders import StatefulLoader, train_loader, val_loader
@@ -73,7 +76,7 @@ def train(cfg: DictConfig, *, layout: Layout, folder: Path, env: RankEnv) -> dic
     _quiet()
     run_folder, launch = RunFolder(folder), Launch.load(folder) if env.rank == 0 else None
     phase.enter(phase.READING)
-    corpus: Corpus = build.make(cfg, "data").load()
+    corpus: Corpus = answers.load(build.make(cfg, "data"))
     phase.enter(phase.BUILDING)
     counts = _account(cfg, corpus)
     start = _start_result(cfg, layout=layout, launch=launch, corpus=corpus, counts=counts)
@@ -199,15 +202,18 @@ def _module(
     batches: StatefulLoader,
     device: torch.device,
 ) -> SidestreamModule:
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    stored = withheld.names(config, withheld.published())
     return SidestreamModule(
         build_model=build.model_builder(
             cfg,
             vocab_size=corpus.vocab_size,
+            tokenizer=corpus.tokenizer,
             device=device,
             num_sequences=layout.micro_batch_size,
         ),
         build_optimizer=build.optimizer_builder(cfg),
-        factor=build.make(cfg, "scheduler", max_steps=cfg.trainer.max_steps),
+        factor=answers.factor_of(build.make(cfg, "scheduler", max_steps=cfg.trainer.max_steps)),
         recipe=Recipe(
             seed=cfg.seed,
             global_batch_size=cfg.data.global_batch_size,
@@ -219,6 +225,7 @@ def _module(
             changes_model=bool(start.changes_model),
             function=build.make_schedule(cfg).function,
             initial_weights=build.initial_weights(cfg),
+            model=described(stored, vocab_size=corpus.vocab_size, tokenizer=corpus.tokenizer),
         ),
         recorder=recorder,
         stop_requested=lambda: stopping.requested() is not None,

@@ -15,7 +15,7 @@ from sidestream.compare import outputs
 from sidestream.compare.arms import compare
 from sidestream.compare.errors import CompareError
 from sidestream.compare.runs import read_folders
-from sidestream.tracking import markdown, spreadsheet
+from sidestream.tracking import spreadsheet
 from sidestream.tracking.folder import RunFolder
 from sidestream.tracking.sweep import read_table
 from tests.compare.folders import write_run, write_sweep
@@ -204,15 +204,6 @@ def test_compare_csv_takes_no_formulas(tmp_path: Path) -> None:
     rows = list(csv.reader((tmp_path / "out" / "compare.csv").open(newline="")))
     assert not [cell for row in rows for cell in row if cell.startswith(("=", "@", "+"))]
     assert any(cell.startswith("'=cmd") for cell in rows[2])
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [("two_batch", "two_batch"), ("a|b", "a\\|b"), ("<b>&", "&lt;b&gt;&amp;"), ("![x](y)", "!\\[x\\](y)")],
-)
-def test_markdown_text(given: str, shown: str) -> None:
-    assert markdown.text(given) == shown
-    assert markdown.code("a``b") == "``` a``b ```" and markdown.code("a\nb") == "`a\\nb`"
 
 
 @pytest.mark.parametrize("name", ["plot_loss", "plot_load"])

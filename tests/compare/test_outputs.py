@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sidestream.compare import outputs, picture
+from sidestream.compare import charts, outputs
 from tests.compare.folders import write_run, write_sweep
 from tests.docs.pages import REPOSITORY, script
 
@@ -85,8 +85,8 @@ def test_a_declared_difference_is_in_the_title_of_every_output(
     assert compare.main([str(tmp_path)]) == 2
     assert not (tmp_path / "compare.md").exists()
     drawn = []
-    original = picture.draw
-    monkeypatch.setattr(picture, "draw", lambda *args: drawn.append(original(*args)) or drawn[-1])
+    original = charts.picture
+    monkeypatch.setattr(charts, "picture", lambda *args: drawn.append(original(*args)) or drawn[-1])
     assert compare.main([str(tmp_path), "--differ", "transport"]) == 0
     title = "Comparison of overlap; the runs also differ in transport (torch, nccl_ep)"
     assert (tmp_path / "compare.md").read_text().startswith(f"# {title}\n")
@@ -119,6 +119,9 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path):
         "Load of the experts of overlap=shortcut",
     ]
     assert sum(tag == "svg" for tag, _ in tags.seen) == 6
+    # The curves as numbers: mean, and from the lowest to the highest seed.
+    numbers = re.search(r"<details>.*?</details>", page, re.DOTALL).group()
+    assert "4.5200" in numbers and "4.5100 to\u00a04.5300" in numbers
 
 
 def test_names_of_runs_cannot_break_the_page(tmp_path: Path):
@@ -142,7 +145,7 @@ def test_a_picture_that_fails_leaves_no_half_comparison(tmp_path: Path, monkeypa
     def broken(*_):
         raise RuntimeError("no picture")
 
-    monkeypatch.setattr(outputs.picture, "draw", broken)
+    monkeypatch.setattr(outputs.charts, "picture", broken)
     with pytest.raises(RuntimeError):
         compare.main([str(tmp_path)])
     assert not list(tmp_path.glob("compare.*"))

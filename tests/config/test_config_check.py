@@ -240,6 +240,10 @@ def test_auto_is_the_largest_group_that_fits(
         ),
         (["router._target_=sidestreamx.R"], "router._target_=sidestreamx.R: this class is not", ""),
         (["paths.cache_dir=/dev/null/x"], "paths.cache_dir=/dev/null/x: /dev/null cannot be written", ""),
+        *(
+            ([f"{key}=/proc/x"], f"{key}=/proc/x: /proc cannot be written", f"set {key}=<folder>")
+            for key in ("paths.log_dir", "paths.cache_dir", "data.cache_dir")
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_key_value_reason_and_way_out(

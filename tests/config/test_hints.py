@@ -1,10 +1,16 @@
 """What a person meant: for each typo, older habit or wrong value the override that they want."""
 
+import re
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
+from sidestream.config.compatibility import check
+from sidestream.config.errors import as_typed
 from sidestream.config.hints import nearest_option
+from sidestream.config.hydra_errors import explain, is_of_user
+from sidestream.config.meant import meant
 from tests.config.test_config_check import Compose, refusal
 
 HINTS = [
@@ -93,7 +99,63 @@ HINTS = [
     ("fusion.alignment=99999999999999999999", "set fusion.alignment=auto"),
     ("model.vocab_size=9223372036854775808", "set model.vocab_size=null"),
     ("seed=99999999999999999999999", "set seed=1234"),
-    ("model.num_layers=0", "set model.num_layers=1"),
+    ("model.num_layers=0", "set model.num_layers=4"),  # 1 is refused by model.moe_layers=2
+    # values of another type
+    ("trainer.max_steps=1e3", "set trainer.max_steps=1000"),
+    ("trainer.max_steps=20k", "set trainer.max_steps=20000"),
+    ("trainer.max_steps=1000.0", "set trainer.max_steps=1000"),
+    ("trainer.max_steps=null", "set trainer.max_steps=500"),
+    ("optimizer.lr=3e-4x", "set optimizer.lr=0.003"),
+    ("optimizer.lr=", "set optimizer.lr=0.003"),
+    ("seed=abc", "set seed=1234"),
+    ("model.num_layers=4.0", "set model.num_layers=4"),
+    ("++model.num_layers=x", "set model.num_layers=4"),
+    ("+model.num_layers=3", "set model.num_layers=3"),
+    ("model.sliding_window=none", "set model.sliding_window=null"),
+    ("dispatcher.capacity_factor=none", "set dispatcher.capacity_factor=null"),
+    ("dispatcher.capacity_factor=auto", "set dispatcher.capacity_factor=null"),
+    ("trainer.gradient_clip_val=none", "set trainer.gradient_clip_val=null"),
+    ("balance.coefficient=abc", "set balance.coefficient=0.01"),
+    ("optimizer.betas=0.9", "set optimizer.betas=[0.9,0.95]"),
+    ("optimizer.betas=[a,b]", "set optimizer.betas=[0.9,0.95]"),
+    ("model.tie_embeddings=yep", "set model.tie_embeddings=true"),
+    ("trainer.devices=2.0", "set trainer.devices=2"),
+    ("callbacks.overlap_report.every_n_steps=2.0", "set callbacks.overlap_report.every_n_steps=2"),
+    ("data.global_batch_size=0", "set data.global_batch_size=8"),
+    ("~optimizer.lr", "set optimizer.lr=0.003"),
+    ("~optimizer", "set optimizer=adamw"),
+    # groups that are no names
+    ("overlap=true", "set overlap=chunked"),
+    ("overlap=false", "set overlap=none"),
+    ("graph=true", "set graph=step"),
+    ("logger=false", "set logger=none"),
+    ("logger=true", "set logger=csv"),
+    ("logger=[nope,csv]", "set logger=none"),
+    ("trainer=2", "set trainer=default"),
+    ("dispatcher=", "set dispatcher=alltoall"),
+    ("data=/tmp/x.txt", "set data=text data.files=[/tmp/x.txt]"),
+    # what looks like another key, and is none
+    ("warmup_steps=5", "set scheduler.warmup_steps=5"),
+    ("optimizer.wd=0.1", "set optimizer.weight_decay=0.1"),
+    ("model.topk=1", "set router.top_k=1"),
+    ("model.dim=64", "set model.hidden_size=64"),
+    ("model.ffn=64", "set model.ffn_hidden_size=64"),
+    ("model.width=64", "set model.hidden_size=64"),
+    ("trainer.val_every=5", "set trainer.val_check_interval=5"),
+    ("trainer.bf16=true", "set trainer.precision=bf16-mixed"),
+    ("precision=bf16", "set trainer.precision=bf16-mixed"),
+    ("data.path=x", "set data=text data.files=[x]"),
+    ("data.bs=4", "set data.global_batch_size=4"),
+    ("data.context=32", "set data.seq_length=32"),
+    ("strategy.size=2", "set strategy.expert_parallel_size=2"),
+    ("project=x", "set logger=wandb logger.project=x"),
+    ("log_dir=x", "set paths.log_dir=x"),
+    ("run=/x", "set resume=/x"),
+    ("router.topk_experts=1", "set router.top_k=1"),
+    ("logger.run_name=x", "set name=x"),
+    ("logger.mode=offline", "set logger.offline=true"),
+    ("bias_update_speed=0.1", "set balance=bias balance.update_rate=0.1"),
+    ("model.colour=red", "remove model.colour"),
     ("logger=[csv,wandb]", "run with -m logger=csv,wandb for one run with each"),
 ]
 
@@ -134,6 +196,71 @@ def test_a_users_own_keys_are_hinted_at(compose: Compose, tmp_path: Path):
 def test_an_option_that_looks_like_none_is_the_first():
     assert nearest_option("overlap", "zzz", ["none", "chunked"]) == "none"
     assert nearest_option("mine", "x", []) == "<option>"
+
+
+# Wrong values, whatever the key; and how keys are misspelled.
+WRONG = ("none", "auto", "abc", "1e3", "4.0", "-3", "0", "yep", "", "20k", "1e300", "[x]", "null", "2.5")
+SLIPS = (
+    lambda name: name.replace("_", ""),
+    lambda name: name[: len(name) // 2] + name[len(name) // 2 + 1 :],
+    lambda name: name + "s",
+    lambda name: "my_" + name,
+    lambda name: name.partition("_")[0],
+    lambda name: name.rpartition("_")[2],
+)
+
+
+def shipped(compose: Compose) -> dict[str, object]:
+    """Keys that a plain config of train.py has, and their values."""
+    found: dict[str, object] = {}
+
+    def walk(node: DictConfig, above: str) -> None:
+        for name in map(str, node):
+            key = f"{above}{name}"
+            if isinstance(node[name], DictConfig):
+                walk(node[name], f"{key}.")
+            elif name != "_target_" and not key.startswith(("predict.", "trusted_targets")):
+                found[key] = node[name]
+
+    walk(compose(), "")
+    return found
+
+
+def advised(compose: Compose, *typed: str) -> list[str] | None:
+    """The overrides that the refusal of these advises; None: they run, or nothing can be advised."""
+    try:
+        check(compose(*typed), device_count=0)
+    except Exception as error:
+        if not is_of_user(error):
+            raise
+        line = explain(error, list(typed))
+        fix = line.rpartition("; set ")[2]
+        return None if fix == line or "<" in fix or "expected" in fix else fix.split()
+    return None
+
+
+def test_what_is_advised_for_a_wrong_value_is_accepted(compose: Compose):
+    refused = []
+    for place, key in enumerate(shipped(compose)):  # each key some values, each value some keys
+        value = WRONG[place % len(WRONG)]
+        # What was said in another form may be refused for what it says, as any number.
+        fix = None if meant(key, value) else advised(compose, f"{key}={value}")
+        if fix and advised(compose, *fix) is not None:
+            refused.append((f"{key}={value}", fix))
+    assert not refused, refused
+
+
+def test_what_is_advised_for_a_misspelled_key_is_accepted(compose: Compose):
+    refused = []
+    for place, (key, value) in enumerate(shipped(compose).items()):
+        above, dot, name = key.rpartition(".")
+        for slip in {SLIPS[place % len(SLIPS)](name)} - {name}:
+            typed = f"{above}{dot}{slip}={as_typed(value)}"
+            if re.search(r"[$\s{}]", typed) is None:
+                fix = advised(compose, typed)
+                if fix and advised(compose, *fix) is not None:
+                    refused.append((typed, fix))
+    assert not refused, refused
 
 
 def test_there_are_enough_of_them():

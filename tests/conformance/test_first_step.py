@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -12,7 +13,9 @@ import torch
 
 from sidestream.config.errors import ConfigError
 from sidestream.conformance.first_step import FirstStep
+from sidestream.graph.none import NoGraph
 from sidestream.overlap.none import NoOverlap
+from sidestream.parallel.replicate import Replicate
 from tests.conformance import broken
 from tests.core import build_tiny
 from tests.core.build_tiny import Setup, full, local_batch, make_model, make_optimizer, make_step
@@ -42,6 +45,14 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "Flat": ("overlap", {}, r"its result has shape \[64, 64\], expected \[4, 16, 64\]"),
     "ForgetsToReport": ("overlap", {}, "128 routes were decided and 0 reported"),
     "ForgetsToFinish": ("overlap", {}, "transfers that it started are not finished"),
+}
+# Of the graph, the strategy and the optimizer, which a step has beside its model.
+BESIDE = {
+    "NeverAttempts": ("graph", "run does not call the attempt"),
+    "NeverUpdates": ("graph", "update does not call the update"),
+    "SumsNothing": ("strategy", "the gradient of .* differs between ranks that must hold the same"),
+    "LeavesNan": ("optimizer", "after its step is not finite at"),
+    "DriftsApart": ("optimizer", "the weight of .* differs between ranks that must hold the same"),
 }
 KEEP = {
     "MyRouter": ("router", {"top_k": 2}),
@@ -91,6 +102,81 @@ def one_step(rank: int, world: int, setup: Setup, model: Any, *, looked: bool) -
             look.__exit__(None, None, None)
         step.reduction.close()
     return report.loss, (report.bytes_on_wire, report.counts.tolist())
+
+
+class NeverAttempts(NoGraph):
+    def run(self, attempt: Any, **_: Any) -> None:
+        pass
+
+
+class NeverUpdates(NoGraph):
+    def update(self, update: Any) -> None:
+        pass
+
+
+class SumsNothing(Replicate):
+    def last_micro_batch(self) -> Any:
+        return nullcontext()
+
+
+class KeepsItsPromise(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].data.view(-1)[0] = self.weight()
+
+    def weight(self) -> float:
+        return 0.5
+
+
+class LeavesNan(KeepsItsPromise):
+    def weight(self) -> float:
+        return float("nan")
+
+
+class DriftsApart(KeepsItsPromise):
+    def weight(self) -> float:
+        return float(torch.distributed.get_rank())
+
+
+def step_beside(rank: int, world: int, part: type) -> None:
+    """A step of the shipped parts but for this one."""
+    setup = Setup(ep=1)
+    reduction = part(bucket_mb=0.05) if issubclass(part, Replicate) else build_tiny.make_reduction(setup)
+    graph = part() if issubclass(part, NoGraph) else NoGraph()
+    model = make_model(setup)
+    with mock.patch.object(build_tiny, "make_reduction", return_value=reduction):
+        step = make_step(setup, model, world)
+    optimizer = (part if issubclass(part, KeepsItsPromise) else torch.optim.SGD)(step.params, lr=0.1)
+    batch = local_batch(setup, 0, rank, world)
+    try:
+        with FirstStep(step, graph=graph, optimizer=optimizer) as look:
+            step.prepare(batch)
+            graph.run(lambda: step.run(batch), key=None, ready=True, rehearsal=None)
+            look.attempted()
+            report = step.check()
+            step.commit(report, optimizer_step=lambda: graph.update(optimizer.step))
+            look.committed()
+    finally:
+        step.reduction.close()
+
+
+def refused_beside(rank: int, world: int) -> dict[str, str]:
+    said = {}
+    for name in BESIDE:
+        try:
+            step_beside(rank, world, globals()[name])
+            said[name] = "nothing"
+        except ConfigError as error:
+            said[name] = str(error)
+    step_beside(rank, world, KeepsItsPromise)
+    return said
+
+
+def test_what_a_step_has_beside_its_model_is_named_on_every_rank() -> None:
+    one, other = ranks(2).run(refused_beside, limit_s=110)
+    assert one == other
+    for name, (group, sentence) in BESIDE.items():
+        assert one[name].startswith(f"{group}={__name__}.{name}: in the first step "), one[name]
+        assert re.search(sentence, one[name]), one[name]
 
 
 def refused(rank: int, world: int) -> dict[str, str]:

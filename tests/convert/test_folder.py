@@ -233,7 +233,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
-    from sidestream.convert.weights import Reader
+    from sidestream.convert.huggingface_folder import Reader
 
     with_tensor(EXPERT, torch.full((24, 48), float("nan")))(folder)
     with (
@@ -244,7 +244,7 @@ def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
 
 
 def test_what_only_the_library_notices_is_one_line(folder: Path) -> None:
-    from sidestream.convert.weights import Reader
+    from sidestream.convert.huggingface_folder import Reader
 
     with_head(lambda head: head.update(__metadata__={"format": 3}))(folder)
     with Reader(folder) as reader, pytest.raises(ConfigError, match=r"model\.safetensors: "):

@@ -163,7 +163,7 @@ def logits_of_checkpoint(rank: int, world: int, cfg: Any, checkpoint: str) -> to
 
 
 def test_several_shards_are_read_and_written(tmp_path: Path) -> None:
-    from sidestream.convert.weights import Reader, read_config, write_huggingface
+    from sidestream.convert.huggingface_folder import Reader, read_config, write_huggingface
 
     write_random("qwen3", tmp_path / "hf")
     options = model_options(read_config(tmp_path / "hf"))

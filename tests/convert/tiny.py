@@ -77,7 +77,7 @@ def change_config(folder: Path, *without: str, **fields: Any) -> None:
 def difference(folder: Path) -> float:
     """Largest difference of our logits of a folder from those of transformers."""
     from sidestream.commands.convert_hf import compose_model, read_options
-    from sidestream.convert.weights import load_huggingface
+    from sidestream.convert.huggingface_folder import load_huggingface
 
     cfg = compose_model(read_options(folder))
     tokens = verify.example_tokens(cfg.model.vocab_size, cfg.model.sliding_window)

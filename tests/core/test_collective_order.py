@@ -25,7 +25,7 @@ from tests.rank_pool import ranks
 COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_single", "reduce_scatter_single")
 
 
-def f1_order(rank, world, setup, skew, pause_s=0.003):
+def recorded_order(rank, world, setup, skew, pause_s=0.003):
     """Every collective of some steps as (group, operation, tensor class), with random pauses before each."""
     model = make_model(setup)
     step = make_step(setup, model, world)
@@ -64,7 +64,7 @@ def f1_order(rank, world, setup, skew, pause_s=0.003):
 @pytest.mark.sample(2)
 def test_collectives_have_one_order_on_all_ranks(fusion, balance):
     setup = Setup(ep=2, accumulation=2, steps=3, balance=balance, fusion=fusion)
-    free, skewed = (ranks(4).run(f1_order, setup=setup, skew=skew) for skew in (0.0, 100.0))
+    free, skewed = (ranks(4).run(recorded_order, setup=setup, skew=skew) for skew in (0.0, 100.0))
     assert {group for group, _, _ in free[0]} == {"ep", "edp", "dp", "control"}
     for log in [*free, *skewed]:  # nor does an idle rank change the order
         assert log == free[0]
@@ -87,7 +87,7 @@ OVERLAPS = {
 def test_collectives_have_one_order_for_every_schedule(name, reduction, late):
     schedule = partial(OVERLAPS[name][0], delay_wgrad=late)
     setup = Setup(ep=2, accumulation=2, steps=2, balance="bias", reduction=reduction, schedule=schedule)
-    free, skewed = (ranks(4).run(f1_order, setup=setup, skew=skew) for skew in (0.0, 100.0))
+    free, skewed = (ranks(4).run(recorded_order, setup=setup, skew=skew) for skew in (0.0, 100.0))
     # Exchanges, and reductions of dense weights and of experts, one among the others.
     assert {group for group, _, _ in free[0]} == {"ep", "edp", "dp", "control"}
     for log in [*free, *skewed]:
@@ -99,7 +99,7 @@ def test_collectives_have_one_order_for_every_schedule(name, reduction, late):
 @pytest.mark.timeout(600)
 def test_collectives_keep_their_order_over_fifty_steps_with_long_pauses(name):
     setup = Setup(ep=2, accumulation=2, steps=50, balance="bias", schedule=OVERLAPS[name][0])
-    first, second = ranks(2).run(f1_order, setup=setup, skew=0.0, pause_s=0.02, limit_s=500)
+    first, second = ranks(2).run(recorded_order, setup=setup, skew=0.0, pause_s=0.02, limit_s=500)
     assert first == second and len(first) % setup.steps == 0
 
 
@@ -119,7 +119,7 @@ class FlippingTopK:
         return (scores.shape[1] - 1 - torch.arange(k)).expand(len(scores), k)
 
 
-def f4_gradients(rank, world, setup):
+def gradients_and_transfers(rank, world, setup):
     model = make_model(setup)
     step = make_step(setup, model, world)
     for moe in model.moe_layers():
@@ -135,7 +135,7 @@ def f4_gradients(rank, world, setup):
 
 def check_checkpointing(plain, *, routings, chosen):
     recomputed = plain.with_(shape=replace(SHAPE, activation_checkpointing=True))
-    without, with_ = (ranks(2).run(f4_gradients, setup=setup) for setup in (plain, recomputed))
+    without, with_ = (ranks(2).run(gradients_and_transfers, setup=setup) for setup in (plain, recomputed))
     for (grads, transfers, calls, counts), (grads_2, transfers_2, calls_2, counts_2) in zip(without, with_):
         assert calls == calls_2 == 4 * routings  # two layers, two micro-batches
         assert transfers == transfers_2 == without[0][1]

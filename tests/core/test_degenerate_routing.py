@@ -42,7 +42,7 @@ def nan_memory():
 # A rank without tokens takes part in the exchanges of backward.
 
 
-def b1_scales(rank, world, ep):
+def scales_on_ranks(rank, world, ep):
     """One step with everything on expert 0, one with balanced routes."""
     model = Scales([2.0, 3.0], parallel_for(ep))
     found = []
@@ -58,15 +58,15 @@ def b1_scales(rank, world, ep):
 
 
 def test_idle_rank_takes_part_in_backward_and_the_next_step_is_right():
-    (one,) = ranks(1).run(b1_scales, ep=1)
+    (one,) = ranks(1).run(scales_on_ranks, ep=1)
     assert one[0][1] == [30.0, 0.0]
-    two = ranks(2).run(b1_scales, ep=2)
+    two = ranks(2).run(scales_on_ranks, ep=2)
     for step in range(2):
         assert two[0][step][0] + two[1][step][0] == pytest.approx(one[step][0])
         assert two[0][step][1] == two[1][step][1] == pytest.approx(one[step][1])
 
 
-def b1_model(rank, world, setup):
+def model_on_ranks(rank, world, setup):
     """Two steps of the micro model: all routes to the first half of the experts, then free routing."""
     model = make_model(setup)
     step = make_step(setup, model, world)
@@ -90,8 +90,8 @@ def b1_model(rank, world, setup):
 def test_idle_rank_with_real_experts(fusion, checkpointing):
     shape = replace(SHAPE, activation_checkpointing=checkpointing)
     setup = Setup(balance="bias", optimizer="sgd", shape=shape)
-    ((expected, _),) = ranks(1).run(b1_model, setup=setup.with_(dispatcher="local", fusion="loop"))
-    first, second = ranks(2).run(b1_model, setup=setup.with_(ep=2, fusion=fusion))
+    ((expected, _),) = ranks(1).run(model_on_ranks, setup=setup.with_(dispatcher="local", fusion="loop"))
+    first, second = ranks(2).run(model_on_ranks, setup=setup.with_(ep=2, fusion=fusion))
     assert first[1] == second[1] and "dispatch.routes.backward" in first[1]
     for steps, _ in (first, second):
         for actual, reference in zip(steps, expected):
@@ -222,7 +222,7 @@ def test_a_row_of_nan_logits_keeps_to_itself(dispatch_scales):
         assert torch.equal(y[0][others], y[1][others]) and y[1][2].isnan()
 
 
-def b4_nan_gate(rank, world):
+def nan_gate(rank, world):
     setup = Setup(ep=2)
     model = make_model(setup)
     step = make_step(setup, model, world)
@@ -234,7 +234,7 @@ def b4_nan_gate(rank, world):
 
 
 def test_a_router_that_is_not_finite_is_reported_on_every_rank():
-    ranks(2).run(b4_nan_gate)
+    ranks(2).run(nan_gate)
 
 
 def gradient_that_is_not_finite(rank, world):
@@ -309,13 +309,13 @@ def test_a_tie_break_does_not_bias_unequal_scores():
 B6_VALID = torch.tensor([True, False, True, False])
 
 
-def b6_logits(padding):
+def logits_on_ranks(padding):
     """Two tokens with probability .9 and .3 of expert 0, and padding between them."""
     probs = torch.tensor([0.9, padding, 0.3, padding])
     return torch.stack([probs.log(), (1 - probs).log()], dim=1)
 
 
-def b6_aux(scope, decision):
+def aux_on_ranks(scope, decision):
     """The loss of one sequence that is the whole batch."""
     balance = AuxLoss(coefficient=1.0, scope=scope)
     if not balance.needs_global_counts:
@@ -328,18 +328,18 @@ def b6_aux(scope, decision):
 def test_padding_is_not_balanced(scope):
     grads = []
     for padding in (0.8, 0.2):
-        logits = b6_logits(padding).requires_grad_()
+        logits = logits_on_ranks(padding).requires_grad_()
         decision = SoftmaxRouter(top_k=1)(logits, valid=B6_VALID)
         assert decision.counts.tolist() == [1, 1]
         assert decision.routing.expert_ids.flatten().tolist() == [0, -1, 1, -1]
-        loss = b6_aux(scope, decision)
+        loss = aux_on_ranks(scope, decision)
         loss.backward()
         assert loss.item() == pytest.approx(1.0, abs=1e-6)
         assert logits.grad[1].tolist() == logits.grad[3].tolist() == [0.0, 0.0]
         grads.append(logits.grad)
     assert torch.equal(*grads)
-    without_mask = SoftmaxRouter(top_k=1)(b6_logits(0.8))
-    loss = b6_aux(scope, without_mask)
+    without_mask = SoftmaxRouter(top_k=1)(logits_on_ranks(0.8))
+    loss = aux_on_ranks(scope, without_mask)
     assert loss.item() == pytest.approx(1.2, abs=1e-6)
 
 
@@ -347,12 +347,12 @@ def test_padding_is_not_balanced(scope):
 def test_no_valid_token_gives_a_finite_loss(scope):
     logits = torch.randn(4, 2, requires_grad=True)
     decision = SoftmaxRouter(top_k=1)(logits, valid=torch.zeros(4, dtype=torch.bool))
-    loss = b6_aux(scope, decision)
+    loss = aux_on_ranks(scope, decision)
     loss.backward()
     assert loss.item() == 0.0 and logits.grad.abs().max() == 0.0
 
 
-def b6_padding_content(rank, world, setup, token):
+def padding_content(rank, world, setup, token):
     model = make_model(setup)
     step = make_step(setup, model, world)
     batch = local_batch(setup, 0, rank, world)
@@ -365,7 +365,7 @@ def b6_padding_content(rank, world, setup, token):
 def test_what_padding_holds_changes_nothing(balance):
     setup = Setup(padded=True, balance=balance, ep=2)
     (one, *rest), (other, *other_rest) = (
-        ranks(2).run(b6_padding_content, setup=setup, token=token)[0] for token in (0, 1)
+        ranks(2).run(padding_content, setup=setup, token=token)[0] for token in (0, 1)
     )
     assert torch.equal(rest[0], other_rest[0]) and rest[1] == other_rest[1]
     valid = int((local_batch(setup, 0, 0, 1).segments >= 0).sum())
@@ -390,7 +390,7 @@ def test_a_rank_with_nothing_but_padding(balance, fusion):
                 assert (two["grads"][name] - grad).abs().max() <= 5e-6 * grad.abs().max(), name
 
 
-def b6_packed(rank, world):
+def packed_on_ranks(rank, world):
     """Gradient of the summed loss of two documents: packed in a row with padding, and each in a row of its own."""
     model = make_model(Setup(dispatcher="local", balance="none"))
     packed = local_batch(Setup(padded=True), 0, 0, 1)
@@ -408,6 +408,6 @@ def b6_packed(rank, world):
 
 
 def test_packed_documents_do_not_see_each_other():
-    packed, separate = ranks(1).run(b6_packed)[0]
+    packed, separate = ranks(1).run(packed_on_ranks)[0]
     for name, grad in separate.items():
         assert (packed[name] - grad).abs().max() <= 5e-6 * grad.abs().max(), name

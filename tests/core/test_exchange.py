@@ -160,7 +160,7 @@ def test_a_token_has_one_user():
 # Odd and unequal token counts.
 
 
-def c6_tokens(rank, world, tokens, ep):
+def unequal_tokens(rank, world, tokens, ep):
     model = Scales([2.0, 3.0, 5.0, 7.0], parallel_for(ep))
     all_x = torch.arange(1.0, sum(tokens) + 1)
     ids = torch.tensor([[random.Random(i).randrange(4)] for i in range(sum(tokens))])
@@ -174,8 +174,8 @@ def c6_tokens(rank, world, tokens, ep):
 
 @pytest.mark.parametrize("tokens", [(7, 7), (15, 16), (1, 0), (17, 3)])
 def test_unequal_tokens_per_rank(tokens):
-    ((y, x_grad, grads),) = ranks(1).run(c6_tokens, tokens=[sum(tokens)], ep=1)
-    two = ranks(2).run(c6_tokens, tokens=list(tokens), ep=2, limit_s=120)
+    ((y, x_grad, grads),) = ranks(1).run(unequal_tokens, tokens=[sum(tokens)], ep=1)
+    two = ranks(2).run(unequal_tokens, tokens=list(tokens), ep=2, limit_s=120)
     assert two[0][0] + two[1][0] == pytest.approx(y)
     assert two[0][1] + two[1][1] == pytest.approx(x_grad)
     assert two[0][2] == two[1][2] == pytest.approx(grads)

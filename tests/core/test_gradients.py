@@ -33,7 +33,7 @@ from tests.rank_pool import ranks
 # Expert gradients do not grow with the expert-parallel size.
 
 
-def a1_all_to_one_expert(rank, world, ep):
+def all_to_one_expert(rank, world, ep):
     model = Scales([1.0] * 4, parallel_for(ep))
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).chunk(world)[rank]
     model.backward(model(x, routing_of([[0]] * len(x))).sum() / 4)
@@ -44,11 +44,11 @@ def a1_all_to_one_expert(rank, world, ep):
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_expert_gradients_do_not_grow_with_ep(world, ep):
-    for grads in ranks(world).run(a1_all_to_one_expert, ep=ep):
+    for grads in ranks(world).run(all_to_one_expert, ep=ep):
         assert grads == [2.5, 0.0, 0.0, 0.0]
 
 
-def a1_one_token_per_expert(rank, world):
+def one_token_per_expert(rank, world):
     model = Scales([1.0, 1.0], parallel_for(2))
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[rank]
     model.backward(model(x, routing_of([[0], [1]])).sum() / 4)
@@ -58,13 +58,13 @@ def a1_one_token_per_expert(rank, world):
 
 
 def test_each_rank_uses_both_experts():
-    assert ranks(2).run(a1_one_token_per_expert) == [[1.0, 1.5], [1.0, 1.5]]
+    assert ranks(2).run(one_token_per_expert) == [[1.0, 1.5], [1.0, 1.5]]
 
 
 # The clipping norm is one over all ranks, each of which owns other experts.
 
 
-def a2_clip(rank, world, expert_grads, norm_type, max_norm):
+def clip_on_ranks(rank, world, expert_grads, norm_type, max_norm):
     """One shared parameter and one expert per rank; `None` is a shard without elements."""
     parallel = parallel_for(2)
     mesh = parallel.sparse["ep"]
@@ -83,7 +83,7 @@ def a2_clip(rank, world, expert_grads, norm_type, max_norm):
 
 
 def test_norm_counts_every_expert_once_and_all_ranks_clip_alike():
-    first, second = ranks(2).run(a2_clip, expert_grads=[4.0, 12.0], norm_type=2.0, max_norm=6.5)
+    first, second = ranks(2).run(clip_on_ranks, expert_grads=[4.0, 12.0], norm_type=2.0, max_norm=6.5)
     assert first[0] == second[0] == 13.0
     assert first[1] == second[1] == pytest.approx(1.5, abs=1e-5)
     assert first[2] == pytest.approx([2.0], abs=1e-5)
@@ -91,7 +91,9 @@ def test_norm_counts_every_expert_once_and_all_ranks_clip_alike():
 
 
 def test_clip_leaves_a_small_norm_alone():
-    for norm, shared, _ in ranks(2).run(a2_clip, expert_grads=[4.0, 12.0], norm_type=2.0, max_norm=100.0):
+    for norm, shared, _ in ranks(2).run(
+        clip_on_ranks, expert_grads=[4.0, 12.0], norm_type=2.0, max_norm=100.0
+    ):
         assert (norm, shared) == (13.0, 3.0)
 
 
@@ -106,7 +108,9 @@ def test_clip_leaves_a_small_norm_alone():
     ],
 )
 def test_other_norms_and_an_empty_shard(expert_grads, norm_type, expected):
-    for norm, _, _ in ranks(2).run(a2_clip, expert_grads=expert_grads, norm_type=norm_type, max_norm=100.0):
+    for norm, _, _ in ranks(2).run(
+        clip_on_ranks, expert_grads=expert_grads, norm_type=norm_type, max_norm=100.0
+    ):
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
@@ -120,7 +124,7 @@ def test_norm_of_several_tensors_on_one_rank(norm_type, expected):
 # The router gets the whole gradient though its experts are on other ranks.
 
 
-def a4_router(rank, world, ep, dispatcher):
+def router_on_ranks(rank, world, ep, dispatcher):
     model = Scales([1.0, 5.0], parallel_for(ep), dispatcher=dispatcher)
     with torch.no_grad():
         model.logits.copy_(torch.tensor([0.0, math.log(3.0)]))
@@ -147,13 +151,13 @@ def a4_router(rank, world, ep, dispatcher):
     ],
 )
 def test_router_gets_the_whole_gradient(world, ep, dispatcher):
-    for y, logits_grad, x_grad in ranks(world).run(a4_router, ep=ep, dispatcher=dispatcher):
+    for y, logits_grad, x_grad in ranks(world).run(router_on_ranks, ep=ep, dispatcher=dispatcher):
         assert y == pytest.approx(4.0, abs=1e-6)
         assert logits_grad == pytest.approx([-0.75, 0.75], abs=1e-6)
         assert x_grad == pytest.approx(4.0, abs=1e-6)
 
 
-def a4_expert_elsewhere(rank, world, dispatcher):
+def expert_elsewhere(rank, world, dispatcher):
     model = Scales([1.0, 5.0], parallel_for(2), dispatcher=dispatcher)
     x = torch.ones(1, requires_grad=True)
     y = model(x, routing_of([[1]]))  # expert 1 sits on rank 1
@@ -164,7 +168,7 @@ def a4_expert_elsewhere(rank, world, dispatcher):
 
 @pytest.mark.parametrize("dispatcher", [name for name in DISPATCHERS if name != "local"])
 def test_gradient_comes_back_from_another_rank(dispatcher):
-    assert ranks(2).run(a4_expert_elsewhere, dispatcher=dispatcher) == [5.0, 0.0]
+    assert ranks(2).run(expert_elsewhere, dispatcher=dispatcher) == [5.0, 0.0]
 
 
 # With top-1 a normalised weight is always 1, and the router would not be trained.
@@ -203,7 +207,7 @@ def decision_of(probs, ids):
     return Decision(Routing(ids, probs.gather(1, ids)), probs, counts)
 
 
-def a6_aux(rank, world, scope):
+def aux_on_ranks(rank, world, scope):
     """Two sequences of two tokens; what a rank adds to the mean over sequences, and its gradient."""
     probs = A6_PROBS.chunk(world)[rank].clone().requires_grad_()
     decision = decision_of(probs, A6_IDS.chunk(world)[rank])
@@ -212,7 +216,7 @@ def a6_aux(rank, world, scope):
     return loss.item() / (2 / world), probs.grad.tolist()
 
 
-def a6_global(rank, world):
+def global_on_ranks(rank, world):
     """The rank's share of the loss over all tokens, the whole of it, and the gradient of the share."""
     probs = A6_PROBS.chunk(world)[rank].clone().requires_grad_()
     decision = decision_of(probs, A6_IDS.chunk(world)[rank])
@@ -229,19 +233,19 @@ def a6_global(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_global_scope_does_not_depend_on_the_ranks(world):
-    for value, grads in ranks(world).run(a6_global):
+    for value, grads in ranks(world).run(global_on_ranks):
         assert value == pytest.approx(1.175, abs=1e-6)
         for grad in grads:
             assert grad == pytest.approx([0.375, 0.125], abs=1e-6)
 
 
 def test_micro_batch_scope_is_per_rank():
-    values = [value for value, _ in ranks(2).run(a6_aux, scope="micro_batch")]
+    values = [value for value, _ in ranks(2).run(aux_on_ranks, scope="micro_batch")]
     assert values == pytest.approx([1.7, 1.0], abs=1e-6)
 
 
 def test_sequence_scope_does_not_depend_on_the_ranks():
-    (one,), two = ranks(1).run(a6_aux, scope="sequence"), ranks(2).run(a6_aux, scope="sequence")
+    (one,), two = ranks(1).run(aux_on_ranks, scope="sequence"), ranks(2).run(aux_on_ranks, scope="sequence")
     assert one[0] == pytest.approx((1.7 + 1.0) / 2, abs=1e-6)
     assert [value for value, _ in two] == pytest.approx([1.7, 1.0], abs=1e-6)
     assert one[1] == two[0][1] + two[1][1]
@@ -263,7 +267,7 @@ def test_perfect_balance_is_exactly_one(scope, top_k):
     assert loss.item() == 1.0
 
 
-def a6_gate_gradient(rank, world, setup):
+def gate_gradient(rank, world, setup):
     """Gradient of the auxiliary loss alone, per layer; and whether evaluation adds one."""
     model = make_model(setup)
     sums = model.loss_sums(local_batch(setup, 0, rank, world))
@@ -283,11 +287,11 @@ def a6_gate_gradient(rank, world, setup):
 
 @pytest.mark.parametrize("balance", ["aux", "aux_micro_batch", "aux_global"])
 def test_auxiliary_loss_reaches_every_gate_in_training_only(balance):
-    in_training, in_evaluation = ranks(1).run(a6_gate_gradient, setup=Setup(balance=balance))[0]
+    in_training, in_evaluation = ranks(1).run(gate_gradient, setup=Setup(balance=balance))[0]
     assert min(in_training) > 1e-4 and in_evaluation == 0.0
 
 
-def a6_backpropagated(rank, world, setup):
+def backpropagated(rank, world, setup):
     model = make_model(setup)
     step, seen = make_step(setup, model, world), []
     backward = torch.Tensor.backward
@@ -304,7 +308,7 @@ def a6_backpropagated(rank, world, setup):
 
 @pytest.mark.parametrize("balance", ["aux", "aux_micro_batch", "aux_global", "bias"])
 def test_logged_losses_are_what_was_backpropagated(balance):
-    results = ranks(2).run(a6_backpropagated, setup=Setup(balance=balance, ep=2, accumulation=2))
+    results = ranks(2).run(backpropagated, setup=Setup(balance=balance, ep=2, accumulation=2))
     total = sum(seen for seen, *_ in results)
     for _, loss, aux, coefficient in results:
         assert total == pytest.approx(loss + coefficient * aux, rel=1e-6)
@@ -323,7 +327,7 @@ def test_scopes_give_the_same_gradients_on_ranks(balance, micro_batches_alone):
 # The optimizer holds the parameters that are trained; replicas stay equal.
 
 
-def a8_train(rank, world, setup):
+def train(rank, world, setup):
     model = make_model(setup)
     step = make_step(setup, model, world)
     optimizer = make_optimizer(setup, step.params)
@@ -344,7 +348,7 @@ def a8_train(rank, world, setup):
 
 def test_every_parameter_is_optimized_once_and_changes():
     setup = Setup(ep=2, optimizer="sgd", max_norm=None)
-    for in_model, in_optimizer, in_buckets, before, after, experts in ranks(2).run(a8_train, setup=setup):
+    for in_model, in_optimizer, in_buckets, before, after, experts in ranks(2).run(train, setup=setup):
         assert in_model == in_optimizer == in_buckets and len(set(in_model)) == len(in_model)
         for name, value in before.items():
             pieces = zip(value, after[name]) if name in experts else [(value, after[name])]
@@ -353,7 +357,7 @@ def test_every_parameter_is_optimized_once_and_changes():
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (4, 2)])
 def test_replicas_are_bitwise_equal_after_five_steps(world, ep):
-    results = ranks(world).run(a8_train, setup=Setup(ep=ep, accumulation=2, steps=5, balance="bias"))
+    results = ranks(world).run(train, setup=Setup(ep=ep, accumulation=2, steps=5, balance="bias"))
     for rank, (*_, after, experts) in enumerate(results):
         for name, value in after.items():
             twin = rank % ep if name in experts else 0  # the first rank that holds the same values
@@ -362,7 +366,7 @@ def test_replicas_are_bitwise_equal_after_five_steps(world, ep):
             )
 
 
-def a8_drift(rank, world, name):
+def drift(rank, world, name):
     model = make_model(Setup(ep=2))
     with torch.no_grad():
         local(dict(model.named_parameters())[name]).view(-1)[0] += 1e-7 if rank in (1, 3) else 0.0
@@ -374,7 +378,7 @@ def a8_drift(rank, world, name):
 
 
 def test_a_replica_that_drifted_is_named_on_every_rank():
-    for message in ranks(4).run(a8_drift, name="blocks.1.moe.shared_expert.down.weight"):
+    for message in ranks(4).run(drift, name="blocks.1.moe.shared_expert.down.weight"):
         assert "first: blocks.1.moe.shared_expert.down.weight" in message
     # Ranks 1 and 3 hold the same experts: nothing differs between them.
-    assert ranks(4).run(a8_drift, name="blocks.1.moe.experts.w_down") == [""] * 4
+    assert ranks(4).run(drift, name="blocks.1.moe.experts.w_down") == [""] * 4

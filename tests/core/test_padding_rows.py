@@ -27,7 +27,7 @@ def test_experts_are_not_padded_to_the_busiest(name, alignment, rows):
     dispatcher.close()
 
 
-def j2_rows_on_two_ranks(rank, world, name, alignment):
+def rows_on_two_ranks(rank, world, name, alignment):
     """Rows of the expert GEMM when each rank has half of the routes."""
     dispatcher = wire(name, num_experts=4, alignment=alignment, group=parallel_for(world).ep_group)
     plan = dispatcher.plan(routing_of(IDS[rank::world]))
@@ -40,7 +40,7 @@ def j2_rows_on_two_ranks(rank, world, name, alignment):
 @pytest.mark.parametrize(("alignment", "rows"), [(1, [14, 2]), (8, [24, 16])])
 @pytest.mark.parametrize("name", [name for name in DISPATCHERS if name != "local"])
 def test_ranks_size_their_buffers_by_their_own_rows(name, alignment, rows):
-    found = ranks(2).run(j2_rows_on_two_ranks, name=name, alignment=alignment)
+    found = ranks(2).run(rows_on_two_ranks, name=name, alignment=alignment)
     assert found == [(n, True, n) for n in rows]
 
 

@@ -18,7 +18,7 @@ from tests.rank_pool import ranks
 # All ranks create the same groups at the same call.
 
 
-def h1_groups(rank, world, ep):
+def groups_of(rank, world, ep):
     parallel_for(ep)  # the groups that tests share
     calls, original = [], dist.new_group
 
@@ -46,7 +46,7 @@ def h1_groups(rank, world, ep):
 
 
 def test_same_groups_in_the_same_order_on_every_rank():
-    results = ranks(4).run(h1_groups, ep=2)
+    results = ranks(4).run(groups_of, ep=2)
     calls = results[0][0]
     assert all(result[0] == calls for result in results)
     everyone = [0, 1, 2, 3]
@@ -64,7 +64,7 @@ def test_same_groups_in_the_same_order_on_every_rank():
 # Impossible layouts.
 
 
-def h2_layout(rank, world, ep):
+def layout_of(rank, world, ep):
     with mock.patch.object(dist, "new_group") as new_group:
         try:
             build_parallel(expert_parallel_size=ep, device_type="cpu", timeout=timedelta(seconds=60))
@@ -75,12 +75,12 @@ def h2_layout(rank, world, ep):
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 4), (2, 0), (2, -1), (4, 3)])
 def test_impossible_expert_parallel_size(world, ep):
-    for message, groups_made in ranks(world).run(h2_layout, ep=ep):
+    for message, groups_made in ranks(world).run(layout_of, ep=ep):
         expected = f"strategy.expert_parallel_size={ep}: expected a divisor of the world size {world}"
         assert message == expected and groups_made == 0
 
 
-def h2_experts(rank, world, num_experts):
+def layout_of_experts(rank, world, num_experts):
     parallel = parallel_for(4)
     with pytest.raises(ValueError, match=rf"model.num_experts={num_experts}: .* expert-parallel size 4"):
         wire("alltoall", num_experts=num_experts, group=parallel.ep_group)
@@ -90,10 +90,10 @@ def h2_experts(rank, world, num_experts):
 
 
 def test_experts_that_do_not_divide():
-    ranks(4).run(h2_experts, num_experts=6)
+    ranks(4).run(layout_of_experts, num_experts=6)
 
 
-def h2_local(rank, world):
+def layout_of_local(rank, world):
     with pytest.raises(
         ValueError, match=r"dispatcher=local: .* 2 ranks; set strategy.expert_parallel_size=1"
     ):
@@ -101,7 +101,7 @@ def h2_local(rank, world):
 
 
 def test_local_dispatcher_needs_all_experts():
-    ranks(2).run(h2_local)
+    ranks(2).run(layout_of_local)
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
@@ -118,7 +118,7 @@ def test_wire_comes_first():
 # Experts differ from each other.
 
 
-def h6_experts(rank, world, ep, steps):
+def experts_on_ranks(rank, world, ep, steps):
     if steps:
         setup = Setup(ep=ep, steps=steps, optimizer="sgd")
         out = run_steps(rank, world, setup)
@@ -129,10 +129,10 @@ def h6_experts(rank, world, ep, steps):
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_experts_differ_and_do_not_depend_on_ep(steps):
-    reference = ranks(1).run(h6_experts, ep=1, steps=steps)[0]
+    reference = ranks(1).run(experts_on_ranks, ep=1, steps=steps)[0]
     assert len(reference) == 4
     for world, ep in [(2, 1), (2, 2), (4, 4), (4, 2)]:
-        results = ranks(world).run(h6_experts, ep=ep, steps=steps)
+        results = ranks(world).run(experts_on_ranks, ep=ep, steps=steps)
         for name, weights in results[0].items():
             # Every rank gathered from its own ep group: equal results are equal replicas.
             assert all(torch.equal(weights, other[name]) for other in results), f"{name}: replicas differ"
@@ -142,11 +142,11 @@ def test_experts_differ_and_do_not_depend_on_ep(steps):
             assert (weights - reference[name]).abs().max() <= (5e-7 if steps else 0.0), name
 
 
-def h6_shards(rank, world, steps):
+def shards(rank, world, steps):
     model = make_model(Setup(ep=2))
     return [local(p).shape[0] for p in model.parameters() if is_expert(p)], model.parts.expert_range
 
 
 def test_a_rank_holds_only_its_share():
-    for rank, (sizes, expert_range) in enumerate(ranks(2).run(h6_shards, steps=0)):
+    for rank, (sizes, expert_range) in enumerate(ranks(2).run(shards, steps=0)):
         assert sizes == [4] * 4 and expert_range == (4 * rank, 4 * rank + 4)

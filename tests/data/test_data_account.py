@@ -151,6 +151,60 @@ def test_a_few_broken_bytes_are_counted_and_many_are_refused_also_behind_the_beg
         source(folder, ["a.txt"], **options).load()
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "iso-8859-15", "shift_jis", "utf-16-le", "utf-16"])
+def test_utf8_is_not_read_as_another_encoding(folder, encoding):
+    """Behind the beginning of a file, too, where nobody looks before the ranks start."""
+    (folder / "one.txt").write_text(ACCENTS, encoding="utf-8")
+    line = refusal("data=text", "data.files=[one.txt]", f"data.encoding={encoding}")
+    assert line.startswith(f"data.encoding={encoding}: ") and line.endswith("set data.encoding=utf-8")
+    (folder / "one.txt").write_text("plain words\n" * 9000 + ACCENTS, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"one\.txt: .*UTF-8.*set data\.encoding=utf-8$"):
+        source(folder, ["one.txt"], encoding=encoding).load()
+
+
+def test_ascii_has_many_names_and_a_sign_of_two_bytes_is_no_proof(folder):
+    (folder / "one.txt").write_bytes(b"plain words\n" * 30)
+    (folder / "two.txt").write_bytes(("plain \u30c8\n" * 1).encode("shift_jis") * 9 + b"plain words\n")
+    for encoding in ("latin-1", "cp1252", "utf-8-sig", "shift_jis", "iso2022_jp"):
+        checked("data=text", "data.files=[one.txt]", f"data.encoding={encoding}")
+    checked("data=text", "data.files=[two.txt]", "data.encoding=shift_jis")
+
+
+JAPANESE = "\u5438\u529b\u306e\u5f37\u3044\u6383\u9664\u6a5f\u3067\u3059\u3002" * 60
+RUSSIAN = "\u0431\u044b\u0441\u0442\u0440\u044b\u0439 \u043f\u043e\u0438\u0441\u043a " * 60
+QUOTES = "She said \u201cit\u2019s a caf\u00e9\u201d \u2013 and left.\n" * 60
+
+
+@pytest.mark.parametrize(
+    ("content", "advised"),
+    [
+        (JAPANESE.encode("shift_jis"), "<its encoding>"),
+        (JAPANESE.encode("utf-16-le"), "<its encoding>"),
+        (JAPANESE.encode("euc_jp"), "<its encoding>"),
+        (RUSSIAN.encode("cp1251"), "<its encoding>"),
+        (RUSSIAN.encode("koi8-r"), "<its encoding>"),
+        (RUSSIAN.encode("cp866"), "<its encoding>"),
+        (QUOTES.encode("cp1252"), "cp1252"),
+        (ACCENTS.encode("latin-1"), "latin-1"),
+    ],
+)
+def test_an_encoding_is_advised_only_where_the_text_may_be_in_it(folder, content, advised):
+    (folder / "one.txt").write_bytes(content)
+    line = refusal("data=text", "data.files=[one.txt]", "data.tokenizer=bpe")
+    assert line.endswith(f"set data.encoding={advised}")
+    if advised == "<its encoding>":  # and who reads it as Western text is told
+        (folder / "two.txt").write_text("plain words\n" * 9)
+        read = source(folder, ["one.txt"], encoding="latin-1", val_files=["two.txt"]).load()
+        notes = read.record.warnings()
+        assert any("one.txt: read as latin-1, but it does not look like" in note for note in notes)
+
+
+def test_lines_of_json_are_said(folder):
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n' * 5)
+    (note,) = source(folder, ["in/*.txt", "rows.jsonl"]).load().record.warnings()
+    assert "lines of JSON" in note and "data=huggingface data.dataset=json" in note
+
+
 def test_a_replacement_character_that_was_in_the_text_is_text(folder):
     (folder / "a.txt").write_text("\ufffd" * 50)
     assert source(folder, ["in/*.txt"], val_files=["a.txt"]).load().record.replaced_characters == 0
@@ -164,7 +218,17 @@ def test_bytes_keep_what_is_no_utf8_and_count_zeros(folder):
 
 @pytest.mark.parametrize(
     ("begin", "kind"),
-    [(b"\x1f\x8b\x08", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"PAR1", "Parquet")],
+    [
+        (b"\x1f\x8b\x08", "gzip"),
+        (b"\x28\xb5\x2f\xfd", "zstd"),
+        (b"PK\x03\x04", "zip"),
+        (b"PAR1", "Parquet"),
+        (b"\x04\x22\x4d\x18", "lz4"),
+        (b"name".ljust(257, b"\0") + b"ustar", "tar"),
+        (pickle.dumps(list(range(30)), protocol=2), "pickle"),
+        (pickle.dumps({"a": 1}, protocol=3), "pickle"),
+        ((60).to_bytes(8, "little") + b'{"a": 1}', "safetensors"),
+    ],
 )
 def test_a_container_is_no_text(folder, begin, kind):
     (folder / "in" / "x.txt").write_bytes(begin + b"rest")
@@ -245,6 +309,32 @@ def test_a_column_that_is_no_text_is_refused(tmp_path, datasets, values):
 # ---- files of tokens
 
 
+DRAWN = np.random.default_rng(0)
+TOKENS = (DRAWN.zipf(1.2, 40_000) % 50_000)[:5000]  # as of language: most are among the first
+NORMAL = DRAWN.normal(size=5000)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        TOKENS,
+        np.arange(5000),
+        DRAWN.integers(0, 300, 5000),
+        DRAWN.integers(0, 65_536, 5000),
+        DRAWN.integers(46_000, 52_000, 5000),  # of pictures, behind those of text
+        DRAWN.integers(13_000, 19_000, 5000),
+        np.stack([DRAWN.integers(0, 1024, 3000), DRAWN.integers(1024, 2048, 3000)], axis=1).reshape(-1),
+        np.full(5000, 640),  # begins like a pickle
+        np.zeros(5000, int),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_tokens_are_tokens_whatever_they_look_like(folder, tokens, dtype):
+    path = folder / "t.bin"
+    path.write_bytes(tokens.astype(dtype).tobytes())
+    checked("data=tokens", f"data.train_file={path}", f"data.dtype={dtype}", "data.vocab_size=65536")
+
+
 @pytest.mark.parametrize(
     ("content", "dtype", "why"),
     [
@@ -257,6 +347,15 @@ def test_a_column_that_is_no_text_is_refused(tmp_path, datasets, values):
         ("Ein schöner Tag, ça va très bien.\n".encode("latin-1") * 100, "uint16", "text, not tokens"),
         (b"\x1f\x8b\x08\x00" + bytes(100), "uint16", "a gzip file"),
         (pickle.dumps(list(range(3000))), "uint16", "a pickle file"),
+        (pickle.dumps(list(range(3000)), protocol=2), "uint16", "a pickle file"),
+        (pickle.dumps(np.arange(3000), protocol=2), "uint16", "a pickle file"),
+        ((60).to_bytes(8, "little") + b'{"a": 1}' + bytes(200), "uint16", "a safetensors file"),
+        ((60).to_bytes(8, "little") + b'{"a": 1}' + bytes(200), "uint8", "a safetensors file"),
+        (b"\x04\x22\x4d\x18" + bytes(200), "uint16", "a lz4 file"),
+        (TOKENS.astype(">u2"), "uint16", "it is big-endian"),
+        (NORMAL.astype(np.float32), "uint16", "floating-point numbers"),
+        (NORMAL.astype(np.float64), "uint16", "floating-point numbers"),
+        (TOKENS.astype(np.float32), "uint16", "floating-point numbers"),
         (b"MMIDIDX\x00\x00" + bytes(101), "uint16", "a Megatron index"),
         ((20240520).to_bytes(4, "little") + bytes(2000), "uint16", "llm.c"),
     ],

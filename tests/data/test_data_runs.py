@@ -93,6 +93,9 @@ def test_a_run_is_evaluated_to_the_same_loss_with_a_sample(tmp_path, options, un
     assert all(account["tokens"].values())
     counts = result["metrics"]["baselines"]
     assert (counts["bigram"] is None) == (counts["trigram"] is None) == (vocab_size > 256)
+    said = json.loads((checkpoints(tmp_path / "run")[-1] / "model.json").read_text())
+    assert said["model"]["vocab_size"] == vocab_size and said["router"]["top_k"] == 2
+    assert said["tokenizer"] == ("bytes" if unit == "byte" else None)
     embedding = tensors(checkpoints(tmp_path / "run")[-1])["state_dict.model.embedding.weight"]
     assert embedding.shape[0] == vocab_size
     assert json.loads((tmp_path / "run" / "result.json").read_text())["data_checksum"]

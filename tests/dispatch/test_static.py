@@ -120,7 +120,7 @@ def expected_outcomes(steps: list[Step], *, budget: int, alignment: int = 1) -> 
 # ---- Overflow
 
 
-def c3_all_to_rank_0(rank: int, world: int, name: str, even: bool, budget: int) -> dict[str, Any]:
+def all_to_rank_0(rank: int, world: int, name: str, even: bool, budget: int) -> dict[str, Any]:
     dispatcher = static(name, world, even=even, budget=budget, top_k=1, max_tokens=3)
     ones = torch.ones(3)
     step = Step(torch.arange(1.0, 4.0) + 3 * rank, torch.zeros(3, 1, dtype=torch.int64), ones[:, None], ones)
@@ -140,7 +140,7 @@ def c3_all_to_rank_0(rank: int, world: int, name: str, even: bool, budget: int) 
 @pytest.mark.parametrize(("name", "even"), STATIC)
 @pytest.mark.parametrize("budget", [4, 6, 64])
 def test_a_buffer_that_is_too_small_loses_exactly_what_does_not_fit(name, even, budget):
-    first, second = ranks(2).run(c3_all_to_rank_0, name=name, even=even, budget=budget, limit_s=120)
+    first, second = ranks(2).run(all_to_rank_0, name=name, even=even, budget=budget, limit_s=120)
     kept = [1.0] * min(budget, 6) + [0.0] * (6 - min(budget, 6))
     tokens = range(1, 7)
     assert first["y"] + second["y"] == [2.0 * t * k for t, k in zip(tokens, kept)]
@@ -264,7 +264,7 @@ def stale_empty(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Ten
     return out.fill_(NAN if out.is_floating_point() else 0)
 
 
-def c4_big_then_small(rank: int, world: int, name: str, even: bool, tail: float) -> list[list[Tensor]]:
+def big_then_small(rank: int, world: int, name: str, even: bool, tail: float) -> list[list[Tensor]]:
     """The small step after a big one, and with fresh buffers."""
     generator = torch.Generator().manual_seed(0)
     w_gate_up, w_down = (torch.randn(4, 64, n, generator=generator).chunk(world)[rank] for n in (128, 64))
@@ -295,7 +295,7 @@ def c4_big_then_small(rank: int, world: int, name: str, even: bool, tail: float)
 @pytest.mark.parametrize("tail", [NAN, pytest.param(1e38, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "even"), STATIC)
 def test_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail):
-    results = ranks(2).run(c4_big_then_small, name=name, even=even, tail=tail)
+    results = ranks(2).run(big_then_small, name=name, even=even, tail=tail)
     for rank, (after, fresh) in enumerate(results):
         for one, other in zip(after[:-1], fresh[:-1]):
             assert one.isfinite().all() and torch.equal(one, other)
@@ -306,7 +306,7 @@ def test_a_small_step_after_a_big_one_equals_a_fresh_buffer(name, even, tail):
 # ---- Odd and unequal token counts
 
 
-def c6_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
+def unequal_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
     steps = [random_step(r, n, seed=1) for r, n in enumerate(tokens)]
     expected = expected_outcomes(steps, budget=1000)[rank]
     wrong = []
@@ -326,7 +326,7 @@ def c6_tokens(rank: int, world: int, name: str, tokens: list[int]) -> list[str]:
     [[15, 16], [1, 0], *(pytest.param(t, marks=pytest.mark.full) for t in ([7, 7], [17, 3], [0, 0]))],
 )
 def test_unequal_tokens_per_rank(name, tokens):
-    assert ranks(2).run(c6_tokens, name=name, tokens=tokens, limit_s=120) == [[], []]
+    assert ranks(2).run(unequal_tokens, name=name, tokens=tokens, limit_s=120) == [[], []]
 
 
 # ---- Several plans in flight

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from sidestream.measure import dispatch_report, report
 from sidestream.profiling import picture
-from sidestream.tracking import drawing
+from sidestream.report import charts
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs" / "results"
@@ -42,9 +44,9 @@ def closest(colors: list[str], seen: object) -> float:
 
 
 TOGETHER = {
-    "arms": [drawing.NEUTRAL, *drawing.COLORS, "#FFFFFF"],
-    "arms at night": [drawing.NEUTRAL_ON_DARK, *drawing.ON_DARK],
-    "parts": [*dispatch_report._COLORS, "#FFFFFF"],
+    "arms": [charts.NEUTRAL, *charts.COLORS, "#FFFFFF"],
+    "arms at night": [charts.NEUTRAL_ON_DARK, *charts.ON_DARK],
+    "parts": [*dispatch_report.COLORS, "#FFFFFF"],
     "layers": [*report.COLORS.values(), "#FFFFFF"],
     "timeline": [color for color, hatch, _ in picture.LOOKS.values() if not hatch],
     "timeline, hatched": [color for color, hatch, _ in picture.LOOKS.values() if hatch],
@@ -55,18 +57,37 @@ TOGETHER = {
 @pytest.mark.parametrize("what", TOGETHER)
 def test_colours_that_are_drawn_together_are_told_apart(what: str, seen: str) -> None:
     colors = list(dict.fromkeys(TOGETHER[what]))
-    assert closest(colors, SEEN_BY[seen]) >= drawing.APART
+    assert closest(colors, SEEN_BY[seen]) >= charts.APART
 
 
 def test_the_simulation_finds_what_colour_blind_people_confuse() -> None:
     before = ["#888888", "#b07aa1", "#f28e2b", "#59a14f", "#4e79a7"]
-    assert min(closest(before, seen) for seen in SEEN_BY.values()) < drawing.APART
-    assert min(closest(["#2ca02c", "#d62728"], seen) for seen in SEEN_BY.values()) < drawing.APART
+    assert min(closest(before, seen) for seen in SEEN_BY.values()) < charts.APART
+    assert min(closest(["#2ca02c", "#d62728"], seen) for seen in SEEN_BY.values()) < charts.APART
 
 
 def test_lines_and_areas_differ_in_more_than_colour() -> None:
-    assert len({str(drawing.look(n)["linestyle"]) for n in range(7)}) == 7
-    assert len({drawing.look(n)["marker"] for n in range(7)}) == len(drawing.HATCHES) == 7
+    assert len({str(charts.look(n)["linestyle"]) for n in range(7)}) == 7
+    assert len({charts.look(n)["marker"] for n in range(7)}) == len(charts.HATCHES) == 7
+
+
+def clipped(figure: Figure) -> list[str]:
+    """The visible texts of a figure that do not lie inside its canvas."""
+    figure.draw_without_rendering()
+    canvas = figure.get_figure().bbox
+    outside, not_drawn = [], set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        not_drawn |= {id(tick.label1) for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
+    for text in figure.findobj(Text):
+        if not (text.get_visible() and text.get_text().strip()) or id(text) in not_drawn:
+            continue
+        if text.axes is not None and not text.axes.get_visible():
+            continue
+        box = text.get_window_extent()
+        if box.x0 < -1 or box.y0 < -1 or box.x1 > canvas.x1 + 1 or box.y1 > canvas.y1 + 1:
+            outside.append(text.get_text())
+    return outside
 
 
 @pytest.mark.parametrize("name", ["bench_dispatch", "bench_layer", "bench_fusion_bf16", "overlap_shortcut"])
@@ -76,13 +97,13 @@ def test_no_label_is_clipped(name: str) -> None:
         figure = picture.draw(result["picture"])
     else:
         figure = (dispatch_report if name == "bench_dispatch" else report).draw(result)
-    assert drawing.clipped(figure) == []
+    assert clipped(figure) == []
 
 
 def test_a_clipped_label_is_found() -> None:
-    figure = drawing.new_figure(2, 1)
+    figure = charts.new_figure(2, 1)
     figure.text(0.9, 0.5, "a label that does not fit")
-    assert drawing.clipped(figure) == ["a label that does not fit"]
+    assert clipped(figure) == ["a label that does not fit"]
 
 
 def test_the_picture_of_the_overlap_gives_the_medians_of_its_file() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from sidestream.launch import failures, phase, processes, silence, stopping, supervisor
 from sidestream.launch.phase import Phase
+from sidestream.measure import ranks
 
 TIMEOUT = 20.0
 STOP, WORK = silence.Process(1.0, True), silence.Process(1.0, False)
@@ -21,7 +22,8 @@ class Fake(subprocess.Popen):
         self.pid, self.ends, self.code, self.got = 10_000 + number, float("inf"), 0, []
 
     def poll(self) -> int | None:
-        return self.code if self.ends <= CLOCK.now else None
+        self.returncode = self.code if self.ends <= CLOCK.now else None
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         self.got.append(number)
@@ -119,7 +121,7 @@ def test_the_others_have_a_limit_once_a_rank_has_ended(job: SimpleNamespace):
     job.phases[1] = Phase(phase.FINISHING, None, "", 9, 1.0, 3600.0)
     job.fakes[0].ends = CLOCK.now + 1
     error = job.run()
-    assert job.seconds < supervisor.SECONDS_AFTER_END + 5
+    assert job.seconds < silence.SECONDS_AFTER_END + 5
     assert (job.code, error.split(":")[0]) == (1, "rank 1")
 
 
@@ -140,7 +142,7 @@ def test_a_rank_that_spins_while_it_leaves_has_a_limit_too(job: SimpleNamespace)
     job.fakes[0].ends = CLOCK.now + 1
     job.hooks.append(lambda: job.system.update({job.fakes[1].pid: silence.Process(CLOCK.now, False)}))
     assert "leaving" in job.run()
-    assert job.seconds < 3 * supervisor.SECONDS_AFTER_END
+    assert job.seconds < 3 * silence.SECONDS_AFTER_END
 
 
 @pytest.mark.parametrize("sign", ["cpu", "beats"])
@@ -238,3 +240,29 @@ def test_a_recorded_error_ends_the_others_before_its_process_has_ended(job: Simp
     failures.record(job.folder, rank=0, error=ValueError("a bug"))
     assert job.run() == "rank 0: ValueError: a bug"
     assert job.seconds < 5
+
+
+@pytest.mark.parametrize("first", ["ended", "measures"])
+@pytest.mark.parametrize("system", [STOP, WORK])
+def test_a_silent_rank_of_a_measurement_is_named_and_ends_it(
+    job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, first: str, system: silence.Process
+):
+    monkeypatch.setattr(ranks, "time", supervisor.time)
+    job.phases[:] = [Phase(phase.MEASURING, None, "", beats, 1.0, TIMEOUT) for beats in (7, 5)]
+    job.system[job.fakes[1].pid] = system
+    if first == "ended":
+        job.fakes[0].ends = CLOCK.now + 1
+        job.phases[1] = Phase(phase.LEAVING, None, "", 9, 1.0, TIMEOUT)
+    for fake in job.fakes:
+        fake.returncode = None
+    began = CLOCK.now
+    said = ranks._wait(job.fakes, job.folder)
+    assert said.startswith(f"rank 1: {'stopped by a signal' if system is STOP else 'no sign of life'} for ")
+    assert CLOCK.now - began < TIMEOUT + phase.GRACE + 5
+
+
+def test_a_measurement_that_ends_is_not_given_up(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks, "time", supervisor.time)
+    for fake in job.fakes:
+        fake.ends, fake.returncode = CLOCK.now + 5, None
+    assert ranks._wait(job.fakes, job.folder) == ""

@@ -20,6 +20,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.config.layout import Layout
 from sidestream.launch import arguments, entry, pool, resume, sweeps
@@ -69,7 +70,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         JOB.replace("LAYOUT", repr(vars(LAYOUT))).replace("METADATA", EMPTY.hex())
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(arguments, "script", lambda: str(tmp_path / "job.py"))
+    monkeypatch.setattr(cli, "again", lambda: [sys.executable, str(tmp_path / "job.py")])
+    monkeypatch.setattr(cli, "module", lambda: "job")
     monkeypatch.setattr(sweeps, "again", None)
     monkeypatch.setattr(sweeps, "_held", {})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

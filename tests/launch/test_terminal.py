@@ -51,3 +51,13 @@ def test_what_is_read_arrives_as_it_was_printed():
     code = "from sidestream.launch import terminal; terminal.outlive(); print('ü', end='')"
     done = subprocess.run([sys.executable, "-X", "utf8", "-c", code], capture_output=True, timeout=30)
     assert (done.stdout, done.stderr, done.returncode) == ("ü".encode(), b"", 0)
+
+
+def test_a_command_whose_reader_is_gone_ends_as_it_would_have_and_says_nothing():
+    code = "import sys; from sidestream.commands import shared; shared.run(lambda: print('x' * 100_000) or 3)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=30)) == ("", 3)

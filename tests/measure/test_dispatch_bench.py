@@ -14,11 +14,11 @@ from rich.console import Console
 from sidestream.dispatch import deep_ep, nccl_ep, packed, switch
 from sidestream.dispatch.base import Received
 from sidestream.fusion.grouped import GroupedExperts
-from sidestream.measure import dispatch
+from sidestream.measure import dispatch, dispatch_report
 from sidestream.measure.dispatch import Job, make_rows, run_job
 from sidestream.measure.dispatch_arms import BareFloor, DispatcherArm, ExchangeFloor, Given, compose_dispatch
 from sidestream.measure.dispatch_merge import decide, in_words, merge
-from sidestream.measure.dispatch_report import add_statistics, markdown, print_tables, save_picture
+from sidestream.measure.dispatch_report import add_statistics, markdown, print_tables
 from sidestream.measure.dispatch_routing import (
     Draw,
     Necessary,
@@ -480,6 +480,6 @@ def test_markdown_and_picture_of_a_merged_result(result, tmp_path: Path):
     for record in merged["results"]:
         add_statistics(record, against="alltoall")
     merged["emulated"] = bench_dispatch.emulated(merged)
-    save_picture(merged, tmp_path / "x.png")
+    dispatch_report.draw(merged).savefig(tmp_path / "x.png")
     text = markdown(merged)
     assert "| `deep_ep` |" in text and "Ratio: cycle over that of `alltoall`" in text and "2 start(s)" in text

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from sidestream.measure.report import add_statistics, draw, print_tables
-from sidestream.profiling.rounds import summarize
+from sidestream.report.statistics import summarize
 
 
 def rounds(forward, backward):

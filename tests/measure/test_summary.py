@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sidestream.measure.graph_bench import figures
-from sidestream.profiling.rounds import median, summarize
+from sidestream.profiling.rounds import median
+from sidestream.report.statistics import summarize
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -303,8 +303,13 @@ def test_a_schedule_of_the_users_own_is_predicted(tmp_path: Path) -> None:
     )
     (tmp_path / "own_schedule.py").write_text(OWN_SCHEDULE)
     words = (
-        *("cluster=h100", "model=qwen3_30b_a3b", "expert_parallel_size=8", "strategy=fully_shard"),
-        *("model.num_shared_experts=1", "trusted_targets=[own_schedule]", f"paths.log_dir={tmp_path}"),
+        "cluster=h100",
+        "model=qwen3_30b_a3b",
+        "expert_parallel_size=8",
+        "strategy=fully_shard",
+        "model.num_shared_experts=1",
+        "trusted_targets=[own_schedule]",
+        f"paths.log_dir={tmp_path}",
         f"hydra.searchpath=[file://{tmp_path}/conf]",
     )
     done = run(*words, "overlap=beside", folder=tmp_path, PYTHONPATH=str(tmp_path))

@@ -60,7 +60,9 @@ def test_without_arguments_the_commands_are_listed_and_nothing_else_is_imported(
     assert listed == list(cli.COMMANDS)
     imported = set(done.stderr.split())
     assert {name for name in imported if name.startswith("sidestream")} == {
-        *("sidestream", "sidestream.cli", "sidestream.interrupt")
+        "sidestream",
+        "sidestream.cli",
+        "sidestream.interrupt",
     }
     assert not {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - {"sidestream"}
 

@@ -123,7 +123,9 @@ def test_the_wheel_has_the_configs_the_licence_and_the_types(wheel: Path):
     assert "sidestream/py.typed" in names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     assert {name.partition("/")[0] for name in names} == {
-        *("sidestream", "hydra_plugins", f"sidestream-{sidestream.__version__}.dist-info")
+        "sidestream",
+        "hydra_plugins",
+        f"sidestream-{sidestream.__version__}.dist-info",
     }
 
 

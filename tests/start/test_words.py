@@ -22,6 +22,7 @@ def _as_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.delenv(size, raising=False)
         monkeypatch.delenv(number, raising=False)
     for name in (
+        "ALPS_APP_PE",
         "RANK",
         "WORLD_SIZE",
         "SLURM_STEP_ID",
@@ -54,6 +55,11 @@ def _as_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             AMBIGUOUS.format("optimizer.betas=0.9,0.95"),
             ["optimizer.betas=0.9,0.95"],
             "run with 'optimizer.betas=[0.9,0.95]'",
+        ),
+        (
+            AMBIGUOUS.format("optimizer.lr=0,001"),
+            ["optimizer.lr=0,001"],
+            "set optimizer.lr=0.001",
         ),
         (
             AMBIGUOUS.format("trusted_targets=a,b"),
@@ -149,6 +155,24 @@ TASKS = [
         "python train.py seed=1 trainer.devices=2",
     ),
     ({"PMI_SIZE": "2", "PMI_RANK": "{}"}, "python train.py seed=1 trainer.devices=2"),
+    (
+        {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "{}", "FLUX_JOB_NNODES": "1"},
+        "flux run --nodes=1 --ntasks=1 python train.py seed=1 trainer.devices=2",
+    ),
+    (
+        {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "{}", "FLUX_JOB_NNODES": "2", "SLURMD_NODENAME": "n1"},
+        "flux run --nodes=2 --ntasks=2 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d "
+        "--rdzv-endpoint=n1:29500 train.py seed=1",
+    ),
+    (
+        {
+            "JSM_NAMESPACE_SIZE": "2",
+            "JSM_NAMESPACE_RANK": "{}",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": "{}",
+        },
+        "python train.py seed=1 trainer.devices=2",
+    ),
 ]
 
 
@@ -168,10 +192,25 @@ def test_tasks_that_do_not_know_of_each_other_start_nothing(
     assert silent.value.code == 2 and capsys.readouterr() == ("", "")
 
 
+def test_aprun_which_does_not_say_how_many_there_are_is_refused_by_all_but_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setenv("ALPS_APP_PE", "1")
+    with pytest.raises(ConfigError) as refused:
+        torchrun.refuse_tasks(["seed=1"])
+    assert str(refused.value).endswith("; run aprun -n 1 python train.py seed=1")
+    monkeypatch.setenv("ALPS_APP_PE", "2")
+    with pytest.raises(SystemExit) as silent:
+        torchrun.refuse_tasks(["seed=1"])
+    assert silent.value.code == 2 and capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     "variables",
     [
         {},
+        {"ALPS_APP_PE": "0"},  # aprun -n 1
+        {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"},
         {"SLURM_NTASKS": "2"},  # a shell of salloc
         {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},  # a script of sbatch
         {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},

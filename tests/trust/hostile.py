@@ -125,6 +125,11 @@ def modules_in_the_folder(folder: Path, canary: Path) -> None:
 
 
 @attack
+def settings_of_matplotlib(folder: Path, canary: Path) -> None:
+    os.mkfifo(folder / "matplotlibrc")
+
+
+@attack
 def pickles(folder: Path, canary: Path) -> None:
     evil = f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
     step = folder / "checkpoints" / "step-00000003"

@@ -28,7 +28,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SECRET", "the secret")
     monkeypatch.setattr(sweeps, "again", None)
-    monkeypatch.setattr(sweeps.arguments, "script", lambda: "/here/train.py")
+    monkeypatch.setattr(sweeps.cli, "module", lambda: "train")
     return Path(shutil.copytree(honest, tmp_path / "run"))
 
 

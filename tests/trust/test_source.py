@@ -75,9 +75,9 @@ def faults(path: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_loaded_that_could_run(path: Path) -> None:
-    assert faults(path, path.read_text(encoding="utf-8")) == []
+def test_nothing_is_loaded_that_could_run() -> None:
+    assert len(FILES) > 300
+    assert [fault for path in FILES for fault in faults(path, path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize(

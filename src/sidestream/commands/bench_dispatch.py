@@ -19,7 +19,6 @@ import platform
 import sys
 import uuid
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,15 +28,15 @@ from sidestream.commands import shared
 from sidestream.config.availability import LIBRARIES
 from sidestream.config.place import CONF
 from sidestream.launch import torchrun
-from sidestream.measure import environment
+from sidestream.measure import environment, instrument
 from sidestream.measure.dispatch_merge import decide, in_words, merge
-from sidestream.measure.dispatch_report import add_statistics, print_tables, save_picture, transports
+from sidestream.measure.dispatch_report import add_statistics, draw, print_tables, transports
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.shapes import Case, listed, parse_case
 from sidestream.predict.calibration import cpu_row, yaml_of
+from sidestream.report.table import say
 from sidestream.tracking.folder import write_json_atomic, write_text_atomic
 
-SCHEMA_VERSION = 1
 MODULE = "sidestream.measure.dispatch"
 CALIBRATED_RANKS = 2
 ROUTINGS = ("uniform", "zipf", "one_rank")
@@ -87,7 +86,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--skip-missing", action="store_true", help="leave out arms that cannot run here instead of ending")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="under torchrun only")
-    add("--timeout", type=float, default=300, metavar="S", help="of the collectives, under torchrun")
+    add(
+        "--timeout",
+        type=shared.number(1, 1e6, float),
+        default=300,
+        metavar="S",
+        help="of the collectives, under torchrun",
+    )
     add("--malloc", choices=("keep", "default"), default="keep", help="as scripts/bench_layer.py")
     add(
         "--calibrate",
@@ -130,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             return finish(merge(results), options)
         cases = parse_shapes(options.shapes)
         check_names(options)
-        code = environment.code()  # whatever happens to the files meanwhile
+        code = environment.code()  # of all starts, whatever happens to the files meanwhile
         found = [
             measure(options, cases, start, command=command, code=code) for start in range(options.starts)
         ]
@@ -183,8 +188,7 @@ def measure(
     options: argparse.Namespace, cases: list[Case], start: int, *, command: str, code: dict[str, Any]
 ) -> dict[str, Any]:
     """One start: the result without statistics."""
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    before = os.getloadavg()
+    head = instrument.begin("dispatch", command=command, packages=PACKAGES)
     groups = []
     for world_size in sorted({case.world_size for case in cases}):
         plain = job(options, [case for case in cases if case.world_size == world_size], start)
@@ -194,16 +198,13 @@ def measure(
             groups.append(run_here(plain, module=MODULE, device=options.device, timeout_s=options.timeout))
         else:
             groups.append(run_ranks(plain, world_size=world_size, module=MODULE))
-    load = {"before": list(before), "after": list(os.getloadavg())}
-    device = groups[0].get("device", "cpu")
-    results = [record for group in groups for record in group["records"]]
+    head, results = instrument.end(head), [record for group in groups for record in group["records"]]
+    whole = ("schema_version", "benchmark", "status", "load_average")
     return {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": "dispatch",
-        "status": "finished",
-        "host": ",".join(groups[0].get("hosts", [platform.node()])),
+        **{name: head[name] for name in whole},
         **code,
-        "device": device,
+        "host": ",".join(groups[0].get("hosts", [platform.node()])),
+        "device": groups[0].get("device", "cpu"),
         "transport": transports({"results": results}),
         "link": "native",
         "precision": options.dtype,
@@ -213,16 +214,16 @@ def measure(
         "starts": 1,
         "pinned": all(group["pinned"] for group in groups),
         "memory_kept": all(group["memory_kept"] for group in groups),
-        "load_average": load,
+        # Results of several starts and machines can be one: what is of one of them stands here.
         "environments": [
             {
                 "id": uuid.uuid4().hex[:12],
-                "command": command,
-                "started": started,
-                **environment.machine(),
-                "versions": environment.versions(PACKAGES),
                 "nccl": groups[0].get("nccl"),
-                "load_average": load,
+                **{
+                    name: head[name]
+                    for name in head
+                    if name not in ("schema_version", "benchmark", "status", *code)
+                },
             }
         ],
         "results": results,
@@ -255,11 +256,7 @@ def calibrate(options: argparse.Namespace, *, command: str) -> int:
     """
     if torchrun.active():
         raise ValueError("--calibrate: measures the CPU ranks that it starts itself; run it without torchrun")
-    started, code, before = (
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        environment.code(),
-        os.getloadavg(),
-    )
+    head = instrument.begin("calibration", command=command)
     plain = {
         "conf": str(CONF),
         "seed": options.seed,
@@ -269,33 +266,24 @@ def calibrate(options: argparse.Namespace, *, command: str) -> int:
         "malloc": options.malloc,
     }
     found = run_ranks(plain, world_size=CALIBRATED_RANKS, module="sidestream.measure.calibrate")
-    machine, versions = environment.machine(), environment.versions(())
     raw = found["records"][0]
     row = cpu_row(raw)
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": "calibration",
-        "status": "finished",
-        "command": command,
-        "started": started,
-        "device": "cpu",
-        **machine,
-        "versions": versions,
-        **code,
-        "rounds": options.rounds,
-        "pinned": found["pinned"],
-        "memory_kept": found["memory_kept"],
-        "load_average": {"before": list(before), "after": list(os.getloadavg())},
-        "emulated": ["all ranks on one machine, gloo over the loopback"],
-        "row": row,
-        "measured": raw,
-    }
+    result = instrument.end(
+        head,
+        device="cpu",
+        rounds=options.rounds,
+        pinned=found["pinned"],
+        memory_kept=found["memory_kept"],
+        emulated=["all ranks on one machine, gloo over the loopback"],
+        row=row,
+        measured=raw,
+    )
     text = yaml_of(
         row,
         ranks=raw["ranks"],
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / raw["ranks"] / 1e9),
         command=command,
-        facts=f"{machine['cpu']}, torch {versions.get('torch')}, commit {str(code['commit'])[:12]}",
+        facts=f"{head['cpu']}, torch {head['versions'].get('torch')}, commit {str(head['commit'])[:12]}",
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(options.out, result)
@@ -325,15 +313,14 @@ def finish(result: dict[str, Any], options: argparse.Namespace) -> int:
     for record in result["results"]:
         add_statistics(record, against=options.against)
     result["comparisons"] = [decide(one, *pair) for pair in options.compare for one in result["results"]]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(options.out, result)
-    save_picture(result, options.out.with_suffix(".png"))
-    # A file or a pipe has no width: the tables need this much.
-    print_tables(result, Console() if sys.stdout.isatty() else Console(width=180))
-    for one in result["comparisons"]:
-        print(in_words(one))
-    print(options.out, options.out.with_suffix(".png"))
+    instrument.write(result, options.out, show, draw)
     return 0
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    print_tables(result, console)
+    for one in result["comparisons"]:
+        say(in_words(one), console)
 
 
 def run() -> NoReturn:

@@ -6,21 +6,15 @@ A case is overrides of train.py in one string; without any, `tiny` with three di
 graph is a tape, see docs/step_graphs.md.
 """
 
-import os
 import shlex
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-from rich.console import Console
-from rich.table import Table
+from typing import NoReturn
 
 from sidestream.commands import shared
 from sidestream.config.place import CONF
-from sidestream.measure import environment
+from sidestream.measure import graph_report, instrument
 from sidestream.measure.ranks import Failed, run_ranks
-from sidestream.tracking.folder import write_json_atomic
 
 MODULE = "sidestream.measure.graph_bench"
 FACTOR = "dispatcher.capacity_factor=1.5"
@@ -33,14 +27,15 @@ CASES = (
 
 def main(argv: list[str] | None = None) -> int:
     parser = shared.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=shared.number(1, 1024), default=2)
+    parser.add_argument("--rounds", type=shared.number(1), default=30)
+    parser.add_argument("--warmup", type=shared.number(0), default=3)
     parser.add_argument("--case", action="append", metavar="OVERRIDES", help="in one string; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("logs/bench_graph/graph.json"), metavar="FILE")
     options = parser.parse_args(argv)
     shared.check_place(options.out)
-    before = os.getloadavg()
+    command = shared.command_line("scripts/bench_graph.py", argv)
+    head = instrument.begin("graph", command=command, packages=("torch",))
     cases = [shlex.split(case) for case in options.case or CASES]
     job = {"conf": str(CONF), "cases": cases, "rounds": options.rounds, "warmup": options.warmup}
     try:
@@ -48,42 +43,16 @@ def main(argv: list[str] | None = None) -> int:
     except Failed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    result = {
-        "schema_version": 1,
-        "benchmark": "graph",
-        "command": shared.command_line("scripts/bench_graph.py", argv),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment.machine(),
-        **environment.code(),
-        "versions": environment.versions(("torch",)),
-        "backend": "tape",
-        "rounds": options.rounds,
-        "pinned": found["pinned"],
-        "load_average": {"before": list(before), "after": list(os.getloadavg())},
-        "results": found["records"],
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(options.out, result)
-    show(result, Console() if sys.stdout.isatty() else Console(width=150))
-    print(options.out)
+    result = instrument.end(
+        head,
+        backend="tape",
+        rounds=options.rounds,
+        warmup_rounds=options.warmup,
+        pinned=found["pinned"],
+        results=found["records"],
+    )
+    instrument.write(result, options.out, graph_report.print_tables)
     return 0
-
-
-def show(result: dict[str, Any], console: Console) -> None:
-    table = Table("case", "ranks", "tokens/s eager", "graph", "graph / eager", "memory", "capture again")
-    for record in result["results"]:
-        speed, ratio, memory = record["tokens_per_second"], record["speedup"], record["peak_memory_bytes"]
-        grown = f"{memory['graph'] / memory['eager']:.2f} x" if memory["eager"] and memory["graph"] else "-"
-        table.add_row(
-            " ".join(record["case"]),
-            str(record["world_size"]),
-            f"{speed['eager']:.0f}",
-            f"{speed['graph']:.0f}",
-            f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})",
-            grown,
-            f"{record['recapture_seconds']:.2f} s",
-        )
-    console.print(table)
 
 
 def run() -> NoReturn:

@@ -11,27 +11,21 @@ What is measured, and what not to conclude from it: docs/layer_benchmark.md.
 """
 
 import argparse
-import os
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-
 from sidestream.commands import shared
 from sidestream.config.place import CONF
-from sidestream.measure import environment as facts
+from sidestream.measure import instrument
 from sidestream.measure.ranks import Failed, run_ranks
-from sidestream.measure.report import add_statistics, print_tables, save_picture
+from sidestream.measure.report import add_statistics, draw, print_tables
 from sidestream.measure.shapes import SHAPES, listed, parse_case
-from sidestream.tracking.folder import write_json_atomic
 
 PEER_PACKAGES = ("transformers", "megatron-core", "torchtitan")
 PEER_PROJECTS = ("transformers/", "torchtitan/", "megatron/")
 ROUTINGS = {"uniform": 0.0, "zipf": 1.0}
-SCHEMA_VERSION = 1
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -92,7 +86,12 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         choices=tuple(ROUTINGS),
         help="uniform: --skew 0; zipf: --skew 1 with the popular experts on rank 0; peers route from the same gate",
     )
-    add("--skew", type=float, default=0.0, help="s of Zipf(s) expert popularity (default 0: uniform)")
+    add(
+        "--skew",
+        type=shared.number(0, 100, float),
+        default=0.0,
+        help="s of Zipf(s) expert popularity (default 0: uniform)",
+    )
     add(
         "--skew-order",
         choices=("contiguous", "shuffled"),
@@ -120,8 +119,8 @@ def checked(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> argp
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     shared.check_place(options.out)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    before = os.getloadavg()
+    command = shared.command_line("scripts/bench_layer.py", argv)
+    head = instrument.begin("layer", command=command, packages=PEER_PACKAGES)
     try:
         cases = [parse_case(text) for text in options.shapes]
         peers, left_out = choose_peers(options)
@@ -133,36 +132,31 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": "layer",
-        "status": "finished",
-        "command": shared.command_line("scripts/bench_layer.py", argv),
-        "started": started,
-        **environment(options),
-        "precision": options.dtype,
-        "seed": options.seed,
-        "skew": options.skew,
-        "skew_order": options.skew_order,
-        "against": options.against,
-        "rounds": options.rounds,
-        "warmup_rounds": options.warmup,
-        "frozen_rounds": options.frozen_rounds,
-        "pinned": all(group["pinned"] for group in groups),
-        "memory_kept": all(group["memory_kept"] for group in groups),
-        "peers": peers,
-        "peers_left_out": left_out,
-        "load_average": {"before": list(before), "after": list(os.getloadavg())},
-        "results": [record for group in groups for record in group["records"]],
-    }
+    emulated = ["all ranks on one machine, gloo over the loopback"]
+    if options.peers != ["none"]:
+        emulated.append(
+            "megatron-core runs on a CPU with its torch.cuda calls replaced by ones that do nothing"
+        )
+    asked = ("malloc", "seed", "skew", "skew_order", "against", "rounds", "frozen_rounds")
+    result = instrument.end(
+        head,
+        device="cpu",
+        threads_per_rank=1,
+        transport="torch",
+        link="native",
+        emulated=emulated,
+        precision=options.dtype,
+        warmup_rounds=options.warmup,
+        **{name: getattr(options, name) for name in asked},
+        pinned=all(group["pinned"] for group in groups),
+        memory_kept=all(group["memory_kept"] for group in groups),
+        peers=peers,
+        peers_left_out=left_out,
+        results=[record for group in groups for record in group["records"]],
+    )
     for record in result["results"]:
         add_statistics(record, against=options.against)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(options.out, result)
-    save_picture(result, options.out.with_suffix(".png"))
-    # A file or a pipe has no width: the tables need this much.
-    print_tables(result, Console() if sys.stdout.isatty() else Console(width=180))
-    print(options.out, options.out.with_suffix(".png"))
+    instrument.write(result, options.out, print_tables, draw)
     return 0
 
 
@@ -190,25 +184,6 @@ def job(options: argparse.Namespace, shapes: list[dict[str, Any]], peers: list[s
         "seed": options.seed,
         "conf": str(CONF),
         "malloc": options.malloc,
-    }
-
-
-def environment(options: argparse.Namespace) -> dict[str, Any]:
-    emulated = ["all ranks on one machine, gloo over the loopback"]
-    if options.peers != ["none"]:
-        emulated.append(
-            "megatron-core runs on a CPU with its torch.cuda calls replaced by ones that do nothing"
-        )
-    return {
-        "device": "cpu",
-        **facts.machine(),
-        "threads_per_rank": 1,
-        "malloc": options.malloc,
-        "transport": "torch",
-        "link": "native",
-        "emulated": emulated,
-        "versions": facts.versions(PEER_PACKAGES),
-        **facts.code(),
     }
 
 

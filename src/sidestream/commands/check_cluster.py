@@ -28,10 +28,11 @@ from sidestream.config.place import CONF
 from sidestream.launch import torchrun
 from sidestream.measure import environment
 from sidestream.measure.cluster import REAL, Check, plan_checks
-from sidestream.measure.dispatch_report import add_statistics, print_tables, save_picture, transports
+from sidestream.measure.dispatch_report import add_statistics, draw, print_tables, transports
 from sidestream.measure.ranks import Failed, run_ranks
 from sidestream.measure.shapes import parse_case
-from sidestream.tracking.folder import write_json_atomic
+from sidestream.report.charts import png
+from sidestream.tracking.folder import write_bytes_atomic, write_json_atomic
 
 MODULE = "sidestream.measure.cluster"
 SCHEMA_VERSION = 1
@@ -57,7 +58,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
     add("--seed", type=int, default=1234)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="under torchrun only")
-    add("--timeout", type=float, default=300, metavar="S", help="of the collectives, under torchrun")
+    add(
+        "--timeout",
+        type=shared.number(1, 1e6, float),
+        default=300,
+        metavar="S",
+        help="of the collectives, under torchrun",
+    )
     add("--out", type=Path, default=Path("logs/check_cluster.json"), help="JSON; the picture lies beside it")
     parsed = parser.parse_args(argv)
     if parsed.ranks < 1 or parsed.rounds < 0 or parsed.warmup < 0:
@@ -175,7 +182,7 @@ def report(result: dict[str, Any], options: argparse.Namespace, console: Console
     write_json_atomic(options.out, result)
     if result["results"]:
         print_tables(result, console)
-        save_picture(result, options.out.with_suffix(".png"))
+        write_bytes_atomic(options.out.with_suffix(".png"), png(draw(result)))
     for line in what_ran(rows, result["device"]):
         print(line)
     print(options.out)

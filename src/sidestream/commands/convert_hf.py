@@ -96,8 +96,10 @@ def import_(source: Path, out: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     from sidestream.convert import verify
-    from sidestream.convert.weights import load_huggingface, written_aside
+    from sidestream.convert.huggingface_folder import load_huggingface, written_aside
+    from sidestream.convert.start import MODEL, described, tokenizer_of
     from sidestream.parallel.weights import load_weights
+    from sidestream.tracking.folder import write_json_atomic
     from sidestream.tracking.integrity import digests, seal
 
     options = read_options(source)
@@ -109,6 +111,8 @@ def import_(source: Path, out: Path) -> None:
             load_huggingface(model, source)
             state = {f"model.{name}": value for name, value in model.state_dict().items()}
             dcp.save({"state_dict": state}, checkpoint_id=aside / "checkpoint")
+            written = described(options, tokenizer=tokenizer_of(source))
+            write_json_atomic(aside / "checkpoint" / MODEL, written)
             seal(aside / "checkpoint", step=0, files=digests((aside / "checkpoint").iterdir()))
 
         def read_back(model: Any) -> None:
@@ -144,7 +148,8 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
 
     from sidestream import build
     from sidestream.convert import verify
-    from sidestream.convert.weights import load_huggingface, write_huggingface
+    from sidestream.convert.huggingface_folder import load_huggingface, write_huggingface
+    from sidestream.convert.start import check_same_model
     from sidestream.launch.stored import read_config, refused
     from sidestream.parallel.checkpoint_reader import CheckpointReader, load_state
     from sidestream.parallel.weights import PREFIX, load_weights
@@ -164,6 +169,8 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
         saved = entries["embedding.weight"].properties.dtype
         target = getattr(torch, dtype) if dtype else saved
         sections: Any = OmegaConf.to_container(cfg, resolve=True)
+        fix = "remove the checkpoint that came from elsewhere"
+        check_same_model(sections, choice.folder, key="run", fix=fix)
         config = config_json(
             sections["model"],
             sections["router"],
@@ -173,7 +180,7 @@ def export(run: Path, out: Path, *, dtype: str | None, trusted: list[str] | None
             dtype=str(target).removeprefix("torch."),
         )
         shape = build.model_shape(cfg, vocab_size=cfg.model.vocab_size)
-    if build.make(cfg, "overlap").changes_model:
+    if build.make_schedule(cfg).changes_model:
         why = "this schedule computes another model than the plain one"
         raise ConfigError(
             "overlap._target_", cfg.overlap._target_, why, expected="the plain model", fix="another run"

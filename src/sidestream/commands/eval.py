@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from sidestream import cli
 from sidestream.commands import shared
 from sidestream.config import trust
 from sidestream.config.compatibility import Layout, check
 from sidestream.config.errors import ConfigError
+from sidestream.convert.start import check_same_model
 from sidestream.launch import status
 from sidestream.launch.record import Launch
 from sidestream.launch.scratch import scratch
@@ -69,6 +70,9 @@ def main(argv: list[str]) -> None:
         # As in the run: what an expert's capacity is a share of belongs to a micro-batch.
         cfg.data.micro_batch_size = Launch.load(run).layout.micro_batch_size
         layout = check(cfg)
+        sections: Any = OmegaConf.to_container(cfg, resolve=True)
+        key = "checkpoint" if options["checkpoint"] else "run"
+        check_same_model(sections, checkpoint, key=key, fix="run=<the run of this checkpoint>")
     # The prompt stays out of the config, which would read ${...} in it.
     wanted = {
         "prompt": options["prompt"],

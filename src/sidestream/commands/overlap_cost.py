@@ -6,7 +6,6 @@ Forward and backward of one MoE unit, the two arms in turn, order alternating; t
 overlapped / serial.
 """
 
-import os
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from sidestream import build
 from sidestream.commands import shared
@@ -25,12 +25,13 @@ from sidestream.config.schema import register
 from sidestream.data.batch import Batch
 from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.worker import RankEnv
-from sidestream.measure import environment
+from sidestream.measure import instrument
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.world import join_world, leave_world
-from sidestream.profiling.rounds import summarize
+from sidestream.profiling.rounds import time_rounds
 from sidestream.profiling.work import UnitWork, unit_input
-from sidestream.tracking.folder import write_json_atomic
+from sidestream.report.statistics import summarize
+from sidestream.report.table import Cell, Table, numbers, say
 
 SCHEDULES = {
     "shared_expert": ["overlap=shared_expert"],
@@ -39,6 +40,7 @@ SCHEDULES = {
     "shortcut": ["overlap=shortcut", "overlap.slot=1"],
     "delay_wgrad": ["overlap=shared_expert", "overlap.delay_wgrad=true"],
 }
+ARMS = ("serial", "overlapped")
 VOCAB_SIZE = 256
 
 
@@ -57,23 +59,32 @@ def unit_of(cfg: DictConfig) -> UnitWork:
 
 def rounds_of(work: UnitWork, *, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Milliseconds of forward and backward per round, by arm."""
-    times: dict[str, list[float]] = {"serial": [], "overlapped": []}
-    for index in range(warmup + rounds):
-        arms = list(times) if index % 2 else list(times)[::-1]
-        for arm in arms:
-            work.model.schedule.enabled = arm == "overlapped"
-            begin = time.perf_counter()
-            for name in work.passes:
-                work.run(name)
-            if index >= warmup:
-                times[arm].append(1e3 * (time.perf_counter() - begin))
-    return times
+
+    def measure(number: int, _: int) -> tuple[float, ...]:
+        work.model.schedule.enabled = ARMS[number] == "overlapped"
+        begin = time.perf_counter()
+        for name in work.passes:
+            work.run(name)
+        return (time.perf_counter() - begin,)
+
+    seconds = time_rounds(len(ARMS), measure, parts=1, rounds=rounds, warmup=warmup, seed=1)
+    return {arm: (1e3 * seconds[:, number, 0]).tolist() for number, arm in enumerate(ARMS)}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """A row per schedule."""
+    table = Table(["schedule", *numbers("serial, ms", "overlapped, ms", "overlapped / serial")])
+    for name, found in result["schedules"].items():
+        ratio = Cell(f"{found['ratio']:.3f}", detail=f"{found['ratio_q1']:.3f} to {found['ratio_q3']:.3f}")
+        table.add(name, f"{found['serial_ms']:.2f}", f"{found['overlapped_ms']:.2f}", ratio)
+    table.show(console)
+    say(f"Medians of {result['rounds']} rounds, and quartiles. {instrument.load(result)}", console)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = shared.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--rounds", type=shared.number(1), default=30)
+    parser.add_argument("--warmup", type=shared.number(0), default=3)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures to this file too")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as model.hidden_size=256")
     arguments = parser.parse_args(argv)
@@ -81,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed_memory()
     torch.set_num_threads(1)
     register()
+    command = shared.command_line("scripts/overlap_cost.py", argv)
+    head = instrument.begin("overlap_cost", command=command)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         env = RankEnv(0, 0, 1, 1, f"file://{scratch}/store")
@@ -92,8 +105,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
                 OmegaConf.resolve(cfg)
                 times = rounds_of(unit_of(cfg), rounds=arguments.rounds, warmup=arguments.warmup)
-                ratios = [b / a for a, b in zip(times["serial"], times["overlapped"])]
-                ratio = summarize(ratios)
+                ratio = summarize([b / a for a, b in zip(times["serial"], times["overlapped"])])
                 found[name] = {
                     "serial_ms": statistics.median(times["serial"]),
                     "overlapped_ms": statistics.median(times["overlapped"]),
@@ -102,24 +114,11 @@ def main(argv: list[str] | None = None) -> int:
                     "ratio_q3": ratio["q3"],
                     "rounds_ms": times,
                 }
-                line = found[name]
-                print(
-                    f"{name:14s} serial {line['serial_ms']:8.2f} ms  overlapped / serial {line['ratio']:.3f} "
-                    f"({line['ratio_q1']:.3f} to {line['ratio_q3']:.3f})",
-                    flush=True,
-                )
         leave_world()
-    if arguments.out is not None:
-        facts = {"load_average": list(os.getloadavg()), "rounds": arguments.rounds, "threads": 1}
-        record = {
-            "measurement": "overlap_cost",
-            "command": shared.command_line("scripts/overlap_cost.py", arguments.overrides),
-            **environment.machine(),
-            **environment.code(),
-            **facts,
-            "schedules": found,
-        }
-        write_json_atomic(arguments.out, record)
+    result = instrument.end(
+        head, rounds=arguments.rounds, warmup_rounds=arguments.warmup, threads=1, schedules=found
+    )
+    instrument.write(result, arguments.out, show)
     return 0
 
 

@@ -12,8 +12,8 @@ from matplotlib.ticker import EngFormatter
 
 from sidestream.commands import shared
 from sidestream.launch import status
+from sidestream.report.charts import NEUTRAL, look, new_figure, styled
 from sidestream.tracking import latest, names
-from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
 from sidestream.tracking.folder import RunFolder, is_count, is_figure
 from sidestream.tracking.result import misfit
 from sidestream.tracking.untrusted import printable
@@ -85,7 +85,7 @@ def labels(folders: list[Path], runs: list[tuple[Any, dict[str, Any]]]) -> list[
     return [printable(folder.resolve().name) for folder in folders]
 
 
-@plain_text
+@styled
 def draw(runs: list[list[dict[str, Any]]], results: list[dict[str, Any]], run_labels: list[str]) -> Figure:
     """Draws train and validation loss of each run in one colour, and the baselines of the first."""
     figure = new_figure(8, 4.8)
@@ -119,10 +119,8 @@ def draw(runs: list[list[dict[str, Any]]], results: list[dict[str, Any]], run_la
     axes.set_ylabel("loss [nats/byte]")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlim(left=0)
-    axes.grid(True, color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.grid(True)
+    axes.legend()
     return figure
 
 

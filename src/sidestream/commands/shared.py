@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from sidestream import cli
 from sidestream.config.errors import ConfigError, is_of_place
-from sidestream.launch import status
+from sidestream.launch import status, terminal
 from sidestream.tracking.untrusted import Unreadable, printable
 
 WIDTH = 100
@@ -48,6 +48,19 @@ def command_line(file: str, argv: list[str] | None) -> str:
     return cli.spelled(shlex.join(["python", file, *(sys.argv[1:] if argv is None else argv)]))
 
 
+def number(low: float, high: float = 1e9, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Returns a `type` for an argument that is a number in a range; argparse refuses others in one line."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:  # nan is in none
+            raise argparse.ArgumentTypeError(f"{text}: expected a number from {low:g} to {high:g}")
+        return value
+
+    read.__name__ = kind.__name__  # in argparse's own message
+    return read
+
+
 def check_place(file: Path | None) -> None:
     """Makes the folder of a file that is written later, after minutes of measuring.
 
@@ -69,6 +82,7 @@ def run(main: Callable[[], int | None], *, shows_status: bool = False) -> NoRetu
     Args:
         shows_status: What `main` says through `launch.status` is shown on stderr.
     """
+    terminal.outlive(hangup=False)
     # From here on there may be something to clean up, so it is an exception.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if shows_status:

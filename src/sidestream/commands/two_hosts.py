@@ -44,20 +44,25 @@ class Refused(Exception):
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = shared.parser(__doc__, whole=True, allow_abbrev=False)
-    parser.add_argument("--gbps", type=float, default=1.0, help="rate of the wire, each way (default 1)")
+    parser.add_argument(
+        "--gbps",
+        type=shared.number(1e-6, 1e6, float),
+        default=1.0,
+        help="rate of the wire, each way (default 1)",
+    )
     parser.add_argument(
         "--latency-us",
-        type=float,
+        type=shared.number(1, 1e8, float),
         default=1e6,
         help="tbf's `latency`: how long a packet may wait for its turn before it is dropped; no delay of the wire "
         "(default 1000000: none is dropped)",
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"where the ranks meet (default {PORT})")
+    parser.add_argument(
+        "--port", type=shared.number(1, 65535), default=PORT, help=f"where the ranks meet (default {PORT})"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- python <script> <arguments>")
     options = parser.parse_args(argv)
     options.command = options.command[options.command[:1] == ["--"] :]
-    if options.gbps <= 0 or options.latency_us <= 0:
-        parser.error("--gbps and --latency-us must be above 0")
     if not options.command:
         parser.error("no command; put it behind --, such as -- python train.py")
     return options

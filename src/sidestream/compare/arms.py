@@ -9,6 +9,7 @@ from sidestream.compare import fairness
 from sidestream.compare.errors import CompareError
 from sidestream.compare.fairness import SEED, SEEDS, STUDIED, Difference, covers, value_of
 from sidestream.compare.runs import MEASUREMENT, TRAINING, LeftOut, Run
+from sidestream.report.charts import COLORS
 from sidestream.tracking.sweep import RECIPES
 
 
@@ -33,6 +34,16 @@ class Arm:
     @property
     def changes_model(self) -> bool:
         return any(bool(run.result.get("changes_model")) for run in self.runs)
+
+    @property
+    def mark(self) -> str:
+        return " †" if self.changes_model else ""
+
+    @property
+    def label(self) -> str:
+        """Options without their groups, where there is no dot that could be lost: `nccl_ep, shortcut`."""
+        values = [(key, value) for key, value in self.values.items() if value != "absent"]
+        return ", ".join(f"{key}={value}" if "." in key else value for key, value in values) + self.mark
 
     @property
     def by_seed(self) -> dict[int, Run]:
@@ -60,11 +71,24 @@ class Comparison:
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def title(self) -> str:
-        """Names the studied choices, and every other difference that was declared to be meant."""
-        what = " x ".join(self.studied) or " x ".join(difference.key for difference in self.meant)
+    def what(self) -> str:
+        """Names the studied choices."""
+        return f"Comparison of {' x '.join(self.studied or [difference.key for difference in self.meant])}"
+
+    @property
+    def also(self) -> str:
+        """Names every other difference that was declared to be meant."""
         also = ", ".join(difference.title() for difference in self.meant)
-        return f"Comparison of {what}" + (f"; the runs also differ in {also}" if also else "")
+        return f"; the runs also differ in {also}" if also else ""
+
+    @property
+    def title(self) -> str:
+        return self.what + self.also
+
+    def color(self, arm: Arm) -> str:
+        """The same in every chart and in the table: `arm-0` for the baseline, seven others that come again."""
+        others = [other.name for other in self.arms if other is not self.baseline]
+        return "arm-0" if arm is self.baseline else f"arm-{1 + others.index(arm.name) % len(COLORS)}"
 
 
 def compare(

@@ -1,218 +1,163 @@
-"""Charts of the page as SVG text: colours and fonts come from the page's style, so they follow its colour scheme.
-
-Arm number n is drawn in the colour of the class `arm-n`; the baseline is `arm-0`.
-"""
+"""The charts of a comparison, for its picture and for its page: losses, speeds, differences; the load of an arm."""
 
 from __future__ import annotations
 
-import math
+import textwrap
 from collections.abc import Sequence
-from html import escape
+from typing import TYPE_CHECKING, Any
 
-from sidestream.compare.arms import Arm, Comparison
-from sidestream.compare.figures import Curve, Figures
-from sidestream.compare.table import number, ratio_text
+from sidestream.compare.arms import Comparison
+from sidestream.compare.figures import Figures
+from sidestream.report.charts import NEUTRAL, look, new_figure, png, styled
+from sidestream.report.table import number
 
-COLORS = 8  # classes arm-0 to arm-7; further arms take them again
-LINE = 1.5 * 13  # px, of a row's label
-ROW = LINE + 26
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-
-def color_class(comparison: Comparison, arm: Arm) -> str:
-    """The same colour in every chart and in the table; the baseline's is always the neutral one."""
-    others = [other.name for other in comparison.arms if other is not comparison.baseline]
-    return "arm-0" if arm is comparison.baseline else f"arm-{1 + others.index(arm.name) % (COLORS - 1)}"
-
-
-def short_name(arm: Arm) -> str:
-    """Options without their groups, where there is no dot that could be lost: `nccl_ep, shortcut`."""
-    values = [(key, value) for key, value in arm.values.items() if value != "absent"]
-    return ", ".join(f"{key}={value}" if "." in key else value for key, value in values)
+WRAP = 56  # characters of a title above the narrow pictures
+LONGEST = 40  # characters of an arm's name; the table has all of them
+ENTRY_IN = 3.3  # of a legend, with such a name
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / max(1, count)
-    scale = 10 ** math.floor(math.log10(raw))
-    step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(place * step, 12) for place in range(first, last + 1)]
+def has_loss(all_figures: Sequence[Figures]) -> bool:
+    return any(curve.tokens for of in all_figures for curve in of.curves.values())
 
 
-def short_number(value: float) -> str:
-    """`12k`, `1.5M`; small numbers in full."""
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return number(round(value / scale, 2), 0 if value % scale == 0 else 1) + suffix
-    return f"{value:g}".replace("-", "\u2212")
+def has_speed(all_figures: Sequence[Figures]) -> bool:
+    return any(of.flat["tokens_per_second"] for of in all_figures)
 
 
-def loss_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width: int, height: int) -> str:
-    """Validation loss over tokens: a line per arm, a band from the lowest to the highest seed; training loss thin.
+def has_difference(all_figures: Sequence[Figures]) -> bool:
+    return any(of.differences["val_loss"] is not None for of in all_figures)
 
-    Args:
-        width, height: px; a page has a chart for wide and one for narrow windows, as text must not shrink.
+
+def looks(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Name of an arm -> colour, dashes and mark; the baseline is grey."""
+    others = [arm.name for arm in comparison.arms if arm is not comparison.baseline]
+    found = {name: look(place) for place, name in enumerate(others)}
+    return {**found, comparison.baseline.name: {"color": NEUTRAL, "linestyle": "--", "marker": "o"}}
+
+
+def short(of: Figures) -> str:
+    label = of.arm.label
+    return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+
+
+@styled
+def picture(comparison: Comparison, all_figures: Sequence[Figures]) -> Figure:
+    """compare.png: loss curves; beside them tokens per second and the differences of the loss."""
+    figure = new_figure(12.0, max(5.0, 1.8 + 0.6 * len(all_figures)))
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2))
+    seeds = min((d.n for of in all_figures if (d := of.differences["val_loss"])), default=0)
+    proof = "95 % interval" if seeds > 1 else "one seed: proves nothing"
+    ratios = "tokens/s over the baseline's: median of the seeds, smallest to largest; separate runs"
+    minus = f"validation loss minus baseline, paired by seed; {proof}"
+    seeds_of = "thin: training; band: lowest to highest seed"
+    for place, draw, known, nothing, title in (
+        (grid[:, 0], losses, has_loss(all_figures), "no loss was recorded", seeds_of),
+        (grid[0, 1], speeds, has_speed(all_figures), "no speed was recorded", ratios),
+        (grid[1, 1], differences, has_difference(all_figures), "no loss at equal tokens", minus),
+    ):
+        axes = figure.add_subplot(place)
+        if known:
+            draw(axes, comparison, all_figures)
+            axes.set_title(textwrap.fill(title, WRAP))
+        else:
+            axes.axis("off")
+            axes.text(0.5, 0.5, nothing, ha="center", va="center", transform=axes.transAxes)
+    figure.suptitle(textwrap.fill(comparison.title, 110), fontsize=11, x=0.01, ha="left")
+    return figure
+
+
+def losses(axes: Axes, comparison: Comparison, all_figures: Sequence[Figures]) -> None:
+    """Validation loss over tokens, a line per arm in a band of its seeds, and the training loss, thin.
+
+    Without a validation the training loss is the line.
     """
-    curves = [(of, of.curves["val_loss"], of.curves["train_loss"]) for of in all_figures]
-    drawn = [c for _, val, _ in curves for c in [val] if c.tokens] or [t for _, _, t in curves if t.tokens]
-    if not drawn:
-        return ""
-    left, right, top, bottom = 46, 14, 10, 38
-    last = max(c.tokens[-1] for c in drawn)
-    low, high = min(min(c.low) for c in drawn), max(max(c.high) for c in drawn)
-    margin = 0.06 * (high - low) or 0.1
-    low, high = low - margin, high + margin
+    from matplotlib.ticker import EngFormatter
 
-    def x(tokens: float) -> float:
-        return left + (width - left - right) * tokens / last
-
-    def y(loss: float) -> float:
-        return top + (height - top - bottom) * (high - loss) / (high - low)
-
-    clip = f"clip-{width}"
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="Loss over training tokens">',
-        f'<clipPath id="{clip}"><rect x="{left}" y="{top}" width="{width - left - right + 4}" '
-        f'height="{height - top - bottom}"/></clipPath>',
-    ]
-    loss_ticks = ticks(low, high, 5)
-    digits = (
-        max(1, -math.floor(math.log10(loss_ticks[1] - loss_ticks[0]) + 1e-9)) if len(loss_ticks) > 1 else 2
-    )
-    for value in loss_ticks:
-        parts.append(
-            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        )
-        parts.append(
-            f'<text class="tick end" x="{left - 7}" y="{y(value) + 4:.1f}">{value:.{digits}f}</text>'
-        )
-    for value in ticks(0, last, width // 110):
-        parts.append(
-            f'<text class="tick middle" x="{min(x(value), width - right - 8):.1f}" y="{height - bottom + 17}">'
-            f"{short_number(value)}</text>"
-        )
-    parts.append(
-        f'<text class="tick middle" x="{(left + width - right) / 2:.1f}" y="{height - 5}">training tokens</text>'
-    )
-    parts.append(f'<g clip-path="url(#{clip})">')
-    for of, val, train in curves:
-        kind = color_class(comparison, of.arm)
-        if train.tokens:
-            parts.append(f'<polyline class="train {kind}" points="{_points(train, train.mean, x, y)}"/>')
-        if val.tokens:
-            band = [*zip(val.tokens, val.high), *reversed([*zip(val.tokens, val.low)])]
-            around = " ".join(f"{x(tokens):.1f},{y(loss):.1f}" for tokens, loss in band)
-            parts.append(f'<polygon class="band {kind}" points="{around}"/>')
-    # The baseline, dashed, over the others: an arm with the same loss stays visible below it.
-    for of, val, _ in sorted(curves, key=lambda drawn: drawn[0].arm is comparison.baseline):
-        kind = color_class(comparison, of.arm)
-        parts.append(f'<polyline class="line {kind}" points="{_points(val, val.mean, x, y)}"/>')
-        for tokens, loss in zip(val.tokens, val.mean):
-            tip = f"{of.arm.name}: {loss:.4f} at {tokens:,} tokens"
-            parts.append(
-                f'<circle class="dot {kind}" cx="{x(tokens):.1f}" cy="{y(loss):.1f}" r="3">'
-                f"<title>{escape(tip)}</title></circle>"
-            )
-    return "".join([*parts, "</g></svg>"])
+    look_of = looks(comparison)
+    validated = any(of.curves["val_loss"].tokens for of in all_figures)
+    for of in all_figures:
+        thick, thin = of.curves["val_loss"], of.curves["train_loss"]
+        thick = thick if validated else thin
+        # The baseline, dashed, over the others: an arm with the same loss stays visible below it.
+        drawn = {"zorder": 3 if of.flat["baseline"] else 2, **look_of[of.arm.name]}
+        axes.plot(thick.tokens, thick.mean, label=short(of), linewidth=1.8, markersize=3, **drawn)
+        color = drawn["color"]
+        axes.fill_between(thick.tokens, thick.low, thick.high, color=color, alpha=0.15, linewidth=0)
+    axes.margins(y=0.06)
+    shown = axes.get_ylim()
+    if validated:
+        for of in all_figures:
+            thin, color = of.curves["train_loss"], look_of[of.arm.name]["color"]
+            axes.plot(thin.tokens, thin.mean, color=color, linewidth=0.8, alpha=0.4)
+    axes.set_ylim(shown)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel(f"{'validation' if validated else 'training'} loss, nats per token")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(True)
+    figure: Any = axes.figure
+    columns = max(1, int(figure.get_figwidth() / ENTRY_IN))
+    figure.legend(loc="outside lower left", ncols=min(columns, len(all_figures)))
 
 
-def _points(curve: Curve, values, x, y) -> str:
-    return " ".join(f"{x(tokens):.1f},{y(value):.1f}" for tokens, value in zip(curve.tokens, values))
-
-
-def speed_chart(comparison: Comparison, all_figures: Sequence[Figures], *, width: int) -> str:
+def speeds(axes: Axes, comparison: Comparison, all_figures: Sequence[Figures]) -> None:
     """A bar per arm, its speed over the baseline's; a line from the smallest to the largest ratio of the seeds.
 
     Bar, line and label are the same numbers. Without a ratio there is no bar, and the label says why.
     """
-    rows = [(of, *speed_ratio(of)) for of in all_figures]
-    if not any(of.flat["tokens_per_second"] for of in all_figures):
-        return ""
-    largest = max([1.0, *(high for _, _, _, high in rows if high is not None)])
-    parts = [_open(width, len(rows), "Tokens per second over the baseline's")]
-    room = max(60, width - 230)
-    for place, (of, ratio, low, high) in enumerate(rows):
-        kind, top = color_class(comparison, of.arm), place * ROW
-        end = 0.0
-        parts.append(_label(of, top))
-        if ratio is not None:
-            end = room * ratio / largest
-            parts.append(
-                f'<rect class="bar {kind}" x="0" y="{top + LINE:.1f}" width="{end:.1f}" height="14" rx="2"/>'
-            )
+    look_of = looks(comparison)
+    for place, of in enumerate(all_figures):
+        ratio, low, high = of.speed_ratio
+        axes.barh(place, ratio or 0.0, height=0.45, color=look_of[of.arm.name]["color"])
         if low is not None and high is not None:
-            ends = (room * low / largest, room * high / largest)
-            end = max(end, ends[1])
-            parts.append(
-                f'<line class="spread" x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{top + LINE + 7}" '
-                f'y2="{top + LINE + 7}"/>'
-            )
-        parts.append(
-            f'<text class="value" x="{end + 7:.1f}" y="{top + LINE + 11:.1f}">{escape(speed_label(of))}</text>'
+            axes.plot([low, high], [place, place], color="0.15", linewidth=1.2)
+        end = max(ratio or 0.0, high or 0.0)
+        said = (
+            f"{number(of.flat['tokens_per_second'])} tokens/s"
+            if of.flat["baseline"]
+            else of.ratio_text or "-"
         )
-    return "".join([*parts, "</svg>"])
+        axes.annotate(said, (end, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.axvline(1.0, color="0.4", linewidth=1, linestyle=":")
+    axes.set_xlim(0, 2.0 * max(1.0, *(of.speed_ratio[2] or 0.0 for of in all_figures)))
+    name_rows(axes, all_figures)
 
 
-def speed_ratio(of: Figures) -> tuple[float | None, float | None, float | None]:
-    """What is drawn of an arm's speed over the baseline's: bar, and both ends of the line; None where nothing is."""
-    if of.flat["baseline"]:
-        return (1.0, None, None) if of.flat["tokens_per_second"] else (None, None, None)
-    if of.flat["timing"] == "busy":
-        return None, None, None
-    low, high = (of.flat[f"tokens_per_second_ratio_{end}"] for end in ("min", "max"))
-    return of.flat["tokens_per_second_ratio"], low, high
+def differences(axes: Axes, comparison: Comparison, all_figures: Sequence[Figures]) -> None:
+    """A point and an interval per arm beside a line at zero: validation loss minus that of the baseline."""
+    rows = [(of, found) for of in all_figures if (found := of.differences["val_loss"]) is not None]
+    axes.axvline(0.0, color="0.4", linewidth=1)
+    for place, (of, found) in enumerate(rows):
+        drawn = looks(comparison)[of.arm.name]
+        if found.low is not None and found.high is not None:
+            axes.plot([found.low, found.high], [place, place], color=drawn["color"], linewidth=2)
+        axes.plot([found.mean], [place], drawn["marker"], color=drawn["color"], markersize=6)
+    axes.grid(True, axis="x")
+    name_rows(axes, [of for of, _ in rows])
 
 
-def speed_label(of: Figures) -> str:
-    """`\u00d7 0.95 (0.90 to 1.01)`, or why there is no ratio; the baseline's tokens per second."""
-    if of.flat["baseline"]:
-        return f"{number(of.flat['tokens_per_second'])} tokens/s"
-    return ratio_text(of) or "-"
+def name_rows(axes: Axes, rows: Sequence[Figures]) -> None:
+    """Names above the rows: beside them there is no room in a narrow window."""
+    for place, of in enumerate(rows):
+        axes.text(0, place - 0.26, short(of), va="bottom", transform=axes.get_yaxis_transform())
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(len(rows) - 0.6, -0.75)
 
 
-def difference_chart(
-    comparison: Comparison, all_figures: Sequence[Figures], *, width: int, loss: str = "val_loss"
-) -> str:
-    """A point and an interval per arm beside a line at zero: loss minus that of the baseline."""
-    rows = [(of, of.differences[loss]) for of in all_figures if of.differences[loss] is not None]
-    ends = [end for _, d in rows if d is not None for end in (d.mean, d.low, d.high) if end is not None]
-    if not rows:
-        return ""
-    reach = 1.15 * max(max(map(abs, ends)), 1e-4)
+@styled
+def load_map(records: Sequence[dict[str, Any]]) -> bytes:
+    """A small heat map of the experts' load as PNG, on the scale of expert_load.png.
 
-    def x(value: float) -> float:
-        return width / 2 + (width / 2 - 6) * value / reach
+    Args:
+        records: of expert_load.jsonl, at least one, with counts.
+    """
+    from sidestream.tracking import expert_load
 
-    height = len(rows) * ROW
-    parts = [_open(width, len(rows), "Difference of the loss to the baseline", below=24)]
-    for value in ticks(-reach, reach, 4):
-        zero = " zero" if value == 0 else ""
-        parts.append(
-            f'<line class="grid{zero}" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="0" y2="{height}"/>'
-        )
-        text = "0" if value == 0 else f"{value:+g}".replace("-", "\u2212")
-        parts.append(f'<text class="tick middle" x="{x(value):.1f}" y="{height + 16}">{text}</text>')
-    for place, (of, d) in enumerate(rows):
-        assert d is not None
-        kind, top = color_class(comparison, of.arm), place * ROW
-        middle = top + LINE + 8
-        parts.append(_label(of, top))
-        if d.low is not None and d.high is not None:
-            parts.append(
-                f'<line class="interval {kind}" x1="{x(d.low):.1f}" x2="{x(d.high):.1f}" '
-                f'y1="{middle:.1f}" y2="{middle:.1f}"/>'
-            )
-        parts.append(f'<circle class="dot {kind}" cx="{x(d.mean):.1f}" cy="{middle:.1f}" r="5"/>')
-    return "".join([*parts, "</svg>"])
-
-
-def _open(width: int, rows: int, label: str, *, below: int = 0) -> str:
-    height = rows * ROW + below
-    return f'<svg class="chart" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{label}">'
-
-
-def _label(of: Figures, top: float) -> str:
-    mark = " †" if of.arm.changes_model else ""
-    return f'<text class="label" x="0" y="{top + 13:.1f}">{escape(short_name(of.arm) + mark)}</text>'
+    figure = expert_load.draw(list(records))
+    figure.set_size_inches(5.6, max(3.2, min(4.0, 0.62 * float(figure.get_figheight()) + 1.0)))
+    return png(figure)

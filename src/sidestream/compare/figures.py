@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidestream.compare.arms import Arm, Comparison
-from sidestream.compare.paired import Interval, interval, median, paired, quartiles
 from sidestream.compare.runs import Run
+from sidestream.report.statistics import Interval, interval, median, paired, quartiles
 from sidestream.tracking import names
 from sidestream.tracking.folder import is_count, is_figure
 
@@ -46,6 +46,27 @@ class Figures:
     flat: Mapping[str, Any]
     curves: Mapping[str, Curve]
     differences: Mapping[str, Interval | None]
+
+    @property
+    def speed_ratio(self) -> tuple[float | None, float | None, float | None]:
+        """The speed over the baseline's: median, smallest and largest of the seeds; None where there is none."""
+        if self.flat["baseline"]:
+            return (1.0 if self.flat["tokens_per_second"] else None), None, None
+        if self.flat["timing"] == "busy":
+            return None, None, None
+        ratio, low, high = (self.flat[f"tokens_per_second_ratio{part}"] for part in ("", "_min", "_max"))
+        return ratio, low, high
+
+    @property
+    def ratio_text(self) -> str:
+        """`\u00d7 0.95 (0.90 to 1.01)`, or why there is no ratio; empty for the baseline."""
+        ratio, low, high = self.speed_ratio
+        if self.flat["timing"] == "busy":
+            return "busy machine"
+        span = f" ({low:.2f} to {high:.2f})" if low is not None and high is not None and low < high else ""
+        if self.flat["timing"]:
+            return f"not told apart{span}"
+        return "" if ratio is None or self.flat["baseline"] else f"\u00d7 {ratio:.2f}{span}"
 
 
 def figures(comparison: Comparison) -> list[Figures]:

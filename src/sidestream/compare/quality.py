@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from sidestream.compare.errors import CompareError
-from sidestream.compare.paired import Interval, paired
 from sidestream.compare.runs import read_run
+from sidestream.report.charts import COLORS, new_figure, png, styled
+from sidestream.report.statistics import Interval, paired
+from sidestream.report.table import Column, Table, notes
 from sidestream.tracking import names
-from sidestream.tracking.drawing import COLORS
 from sidestream.tracking.folder import write_bytes_atomic
-from sidestream.tracking.markdown import notes, table
 
 BASELINE = "scmoe_shared"
 CLAIMED = ("scmoe_pos1", "scmoe_pos2")
@@ -94,7 +93,7 @@ def not_worse(found: Interval | None) -> bool | None:
 def markdown(record: dict[str, Any]) -> str:
     """The table, what it says of the claim, and how it was made."""
     columns = (
-        "arm",
+        Column("arm", code=True),
         "seeds",
         "parameters",
         "FLOPs per token",
@@ -102,7 +101,7 @@ def markdown(record: dict[str, Any]) -> str:
         "minus baseline",
         "95 % interval",
     )
-    rows: list[Sequence[str]] = []
+    table = Table(columns)
     for arm in PLANNED:
         losses = of_arm(record, arm)
         if not losses:
@@ -115,8 +114,8 @@ def markdown(record: dict[str, Any]) -> str:
         found = difference(record, arm)
         mean = "baseline" if arm == BASELINE else f"{found.mean:+.4f}" if found else "-"
         limits = f"{found.low:+.4f} to {found.high:+.4f}" if found and found.low is not None else "-"
-        cells = (
-            f"`{arm}`",
+        table.add(
+            arm,
             f"{len(losses)} of {PLANNED[arm]}",
             f"{params:,}",
             f"{flops / 1e6:.2f} M",
@@ -124,7 +123,6 @@ def markdown(record: dict[str, Any]) -> str:
             mean,
             limits,
         )
-        rows.append(cells)
     told = [_claim(record, arm) for arm in CLAIMED]
     facts = [
         *(f"Command: `{command}`" for command in record["commands"]),
@@ -133,7 +131,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"Commit `{record['commit'][:12]}`; data {record['data_checksum'][:12]}",
         "Emulated: nothing. Losses do not depend on how busy the machine was",
     ]
-    return "\n".join([*table(columns, rows), "", *told, "", *notes(facts)])
+    return "\n".join([table.markdown(), "", *told, "", notes(facts)])
 
 
 def _claim(record: dict[str, Any], arm: str) -> str:
@@ -152,6 +150,7 @@ def _claim(record: dict[str, Any], arm: str) -> str:
     )
 
 
+@styled
 def draw(record: dict[str, Any], matrix: dict[str, Any], path: Path) -> None:
     """Time saved against loss changed, a point per schedule.
 
@@ -161,15 +160,11 @@ def draw(record: dict[str, Any], matrix: dict[str, Any], path: Path) -> None:
             communication. Schedules that compute the same function change no loss.
         path: PNG.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     saved = {}
     for run in matrix["runs"]:
         if run["compute"] == "real" and run["asked_comm_share"] == 0.3:
             saved[run["schedule"]] = 100 * (1 - run["ms"]["overlapped"] / run["ms"]["serial"])
-    figure = Figure(figsize=(7, 4), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4)
     axes = figure.add_subplot()
     axes.axvline(0, color="0.8", linewidth=1)
     axes.axvline(MARGIN, color=COLORS[6], linewidth=1, linestyle=":")
@@ -187,7 +182,4 @@ def draw(record: dict[str, Any], matrix: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("time of an MoE unit saved, %")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.25)
-    figure.tight_layout()
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png")
-    write_bytes_atomic(path, buffer.getvalue())
+    write_bytes_atomic(path, png(figure))

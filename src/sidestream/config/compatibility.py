@@ -2,12 +2,14 @@
 
 import math
 import os
+import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from sidestream.config.availability import Machine
 from sidestream.config.capabilities import capabilities
+from sidestream.config.construct import check_arguments
 from sidestream.config.data_files import check_data
 from sidestream.config.devices import count_gpus
 from sidestream.config.dispatch_check import check_dispatch
@@ -51,6 +53,8 @@ def check(
     if not predicts:
         check_for_training(cfg)
     check_targets(cfg, imports=not predicts)
+    if not predicts:
+        check_arguments(cfg)
     check_model(cfg.model)
     _check_router(cfg)
     check_data(cfg)
@@ -164,10 +168,14 @@ def _check_folders(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if value is None:
             continue
-        folder = Path(value).expanduser().absolute()
+        missing, folder = False, Path(value).expanduser().absolute()
         while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            missing, folder = True, folder.parent
+        if (
+            not folder.is_dir()
+            or not os.access(folder, os.W_OK | os.X_OK)
+            or (missing and not _can_hold(folder))
+        ):
             raise ConfigError(
                 key, value, f"{folder} cannot be written", expected="a writable folder", fix=f"{key}=<folder>"
             )
@@ -188,6 +196,15 @@ def _check_folders(cfg: DictConfig) -> None:
         if not os.access(Path(value).expanduser(), os.R_OK):
             key, why = f"data.{name}", "missing or unreadable"
             raise ConfigError(key, value, why, expected="existing data", fix=f"{key}=<existing path>")
+
+
+def _can_hold(folder: Path) -> bool:
+    """Whether folders can be made in one: in /proc, or for root on a disk that is read-only, only trying tells."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".sidestream-", dir=folder))
+    except OSError:
+        return False
+    return True
 
 
 def _world(

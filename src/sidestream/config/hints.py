@@ -1,10 +1,11 @@
 """What a person meant: the key or value behind a typo, an older habit or another framework's name."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sidestream import cli
-from sidestream.config.errors import ConfigError
+from sidestream.config.errors import ConfigError, as_typed
+from sidestream.config.meant import OPEN, default_option, meant, options_of
 from sidestream.config.schema import SCHEMAS, known_keys, options_with
 
 # What people type, from other frameworks or older habits -> the key here.
@@ -49,8 +50,38 @@ RENAMED = {
     "router.aux_loss_coefficient": "balance.coefficient",
     "balance.z_loss": "balance.z_loss_coefficient",
     "lr": "optimizer.lr",
+    "wd": "optimizer.weight_decay",
     "top_k": "router.top_k",
+    "warmup_steps": "scheduler.warmup_steps",
+    "optimizer.wd": "optimizer.weight_decay",
+    "optimizer.warmup_steps": "scheduler.warmup_steps",
+    "trainer.warmup_steps": "scheduler.warmup_steps",
+    "model.ffn": "model.ffn_hidden_size",
+    "model.dim": "model.hidden_size",
+    "model.width": "model.hidden_size",
+    "model.depth": "model.num_layers",
+    "model.layers": "model.num_layers",
+    "model.heads": "model.num_heads",
+    "model.experts": "model.num_experts",
+    "model.context": "data.seq_length",
+    "data.path": "data.files",
+    "data.file": "data.files",
+    "data.bs": "data.global_batch_size",
+    "data.context": "data.seq_length",
+    "strategy.size": "strategy.expert_parallel_size",
+    "project": "logger.project",
+    "log_dir": "paths.log_dir",
+    "logger.run_name": "name",
+    "run_name": "name",
+    "run": "resume",
 }
+# Key and value together say what is meant.
+_MIXED = {"true": "trainer.precision=bf16-mixed", "false": "trainer.precision=32-true"}
+FIXES = {
+    "logger.mode": {"offline": "logger.offline=true", "online": "logger.offline=false"},
+    **dict.fromkeys(("trainer.bf16", "trainer.fp16", "trainer.amp", "bf16", "fp16", "amp"), _MIXED),
+}
+_NOT_OF_TRAIN = ("measure", "cluster", "predict")  # groups
 WHY_RENAMED = {
     "trainer.accumulate_grad_batches": "accumulation follows from the global and the micro-batch size",
     "trainer.max_epochs": "training is counted in optimizer steps",
@@ -72,6 +103,8 @@ SYNONYMS = {
     "moe_intermediate_size": "model.expert_hidden_size",
     "moe_ffn_hidden_size": "model.expert_hidden_size",
     "num_experts_per_tok": "router.top_k",
+    "topk": "router.top_k",
+    "topk_experts": "router.top_k",
     "moe_router_topk": "router.top_k",
     "context_length": "data.seq_length",
     "max_position_embeddings": "data.seq_length",
@@ -97,8 +130,12 @@ SYNONYMS = {
     "clip_grad": "trainer.gradient_clip_val",
     "grad_clip": "trainer.gradient_clip_val",
     "eval_interval": "trainer.val_check_interval",
+    "eval_every": "trainer.val_check_interval",
+    "val_every": "trainer.val_check_interval",
     "log_interval": "trainer.log_every_n_steps",
     "save_interval": "callbacks.checkpoint.every_n_steps",
+    "save_top_k": "callbacks.checkpoint.keep_last",
+    "every_n_train_steps": "callbacks.checkpoint.every_n_steps",
     "save_every": "callbacks.checkpoint.every_n_steps",
     "ep_size": "strategy.expert_parallel_size",
     "expert_model_parallel_size": "strategy.expert_parallel_size",
@@ -118,39 +155,34 @@ ELSEWHERE = {
     "logger.id": "remove logger.id: a resumed run keeps its own",
     "logger.log_model": "remove logger.log_model: checkpoints stay in the run's folder",
 }
-# Choice -> other spellings of it, whatever the key.
-VALUES = {
-    "bf16-mixed": ("bf16", "bfloat16", "16", "fp16", "float16", "16-mixed", "mixed"),
-    "32-true": ("fp32", "float32", "32", "full"),
-    "gpu": ("cuda", "nvidia"),
-    "cpu": ("mps", "tpu", "none"),
-    "error": ("raise", "fail", "abort"),
-    "replay": ("retry", "repeat", "rerun"),
-    "bytes": ("byte", "char", "chars", "utf-8", "none", "null"),
-    "documents": ("docs", "document", "padded", "packed", "true"),
-    "concat": ("stream", "none", "off", "false"),
-    "true": ("yes", "on", "1"),
-    "false": ("no", "off", "0"),
-    "micro_batch": ("batch", "local"),
-    "sequence": ("seq",),
-    "library": ("native", "nccl"),
-    "torch": ("gloo", "pytorch"),
-}
 # Options of groups by names that people bring along.
 OPTIONS = {
     "optimizer": {"adam": "adamw", "momentum": "sgd"},
-    "scheduler": {"linear": "wsd", "none": "constant", "warmup": "wsd"},
+    "scheduler": {"linear": "wsd", "none": "constant", "false": "constant", "warmup": "wsd"},
     "dispatcher": {
         **dict.fromkeys(("a2a", "all2all", "all_to_all", "all-to-all", "nccl"), "alltoall"),
-        **dict.fromkeys(("deepep", "DeepEP", "deep-ep"), "deep_ep"),
+        **dict.fromkeys(("deepep", "deep-ep"), "deep_ep"),
         **dict.fromkeys(("ncclep", "nccl-ep"), "nccl_ep"),
         **dict.fromkeys(("hybridep", "hybrid-ep"), "hybrid_ep"),
     },
-    "overlap": {"scmoe": "shortcut", "dualpipe": "two_batch", "tbo": "two_batch", "batch": "two_batch"},
+    "overlap": {
+        "true": "chunked",
+        "false": "none",
+        "scmoe": "shortcut",
+        "dualpipe": "two_batch",
+        "tbo": "two_batch",
+        "batch": "two_batch",
+    },
     "fusion": {"megamoe": "mega", "grouped_gemm": "grouped", "grouped_mm": "grouped", "sequential": "loop"},
     "graph": {"cuda": "step", "cuda_graph": "step", "cudagraph": "step", "true": "step", "false": "none"},
     "strategy": {"fsdp": "fully_shard", "fsdp2": "fully_shard", "ddp": "replicate"},
-    "logger": {"wandb_offline": "wandb", "tb": "tensorboard", "false": "none", "jsonl": "none"},
+    "logger": {
+        "wandb_offline": "wandb",
+        "tb": "tensorboard",
+        "true": "csv",
+        "false": "none",
+        "jsonl": "none",
+    },
     "router": {"topk": "softmax", "top_k": "softmax", "sqrt_softplus": "sqrtsoftplus"},
     "balance": {"aux": "aux_loss", "auxloss": "aux_loss", "loss_free": "bias", "aux_free": "bias"},
     "data": {"hf": "huggingface", "txt": "text", "bin": "tokens", "python": "python_source"},
@@ -158,89 +190,116 @@ OPTIONS = {
 }
 
 
-def unknown_key(key: str, value: object, siblings: Iterable[str] = ()) -> ConfigError:
+def unknown_key(
+    key: str, value: object, siblings: Iterable[str] = (), chosen: Mapping[str, str] | None = None
+) -> ConfigError:
     """Explains a key that no schema has: by its new name, or by the names that look like it.
 
     Args:
         key: Dotted.
         value: What it was set to.
         siblings: Keys that are there beside it, a user's own included.
+        chosen: Group -> option on the command line. None: not known, so no option is advised beside a key.
     """
-    if key in ELSEWHERE:
+    siblings = list(siblings)
+    group, last = key.partition(".")[0], key.rpartition(".")[2]
+    if fix := ELSEWHERE.get(key) or FIXES.get(key, {}).get(str(as_typed(value)).lower()):
         beside = ", ".join(sorted(name for name in siblings if name[0] != "_")) or "one that the group has"
-        return ConfigError(key, value, "no such key", expected=beside, fix=ELSEWHERE[key])
-    new = RENAMED.get(key) or SYNONYMS.get(key.rpartition(".")[2])
-    if new is not None and key.rpartition(".")[2] not in siblings:
+        return ConfigError(key, value, "no such key", expected=beside, fix=fix)
+    new = RENAMED.get(key) or SYNONYMS.get(last)
+    if new is not None and last not in siblings:
         why = WHY_RENAMED.get(key, "this key has another name here")
-        shown = "<value>" if key in WHY_RENAMED or isinstance(value, dict | list | None) else f"{value}"
-        return ConfigError(key, value, why, expected=new, fix=f"{new}={shown}")
-    if options := options_with(key):
-        group = key.partition(".")[0]
-        why, expected = (
-            f"only another option of {group} has this key",
-            f"it beside {group}={' or '.join(options)}",
-        )
+        shown = OPEN if key in WHY_RENAMED else None
+        return ConfigError(key, value, why, expected=new, fix=_set(new, value, chosen, shown=shown))
+    if options := [name for name in options_with(key) if name in options_of(group)]:
+        why = f"only another option of {group} has this key"
+        expected = f"it beside {group}={' or '.join(options)}"
         return ConfigError(key, value, why, expected=expected, fix=f"{group}={options[0]}")
     near = nearest(key, siblings)
     if not near:
         listing = cli.spelled("one of the keys of `python train.py --cfg job`")
         return ConfigError(key, value, "no such key", expected=listing, fix=f"remove {key}")
-    shown = "<value>" if isinstance(value, dict | list | None) or value == "..." else f"{value}"
-    return ConfigError(
-        key, value, "no such key", expected=f"one of {', '.join(near)}", fix=f"{near[0]}={shown}"
-    )
+    expected = f"one of {', '.join(near)}"
+    return ConfigError(key, value, "no such key", expected=expected, fix=_set(near[0], value, chosen))
+
+
+def _set(key: str, value: object, chosen: Mapping[str, str] | None, *, shown: str | None = None) -> str:
+    """The override that was meant, with the option that has this key where another one is chosen."""
+    group, inner, _ = key.partition(".")
+    if key in SCHEMAS:
+        return f"{key}={OPEN if isinstance(value, dict) or value == '...' else as_typed(value)}"
+    if shown is None and not isinstance(value, dict | None) and value != "...":
+        shown = meant(key, value)
+    beside = ""
+    if chosen is not None and inner:
+        option, having = chosen.get(group) or str(default_option(group)), options_with(key)
+        if option in SCHEMAS.get(group, {}) and having and option not in having:
+            beside = f"{group}={next((name for name in having if name in options_of(group)), '<option>')} "
+    return f"{beside}{key}={shown or OPEN}"
 
 
 def nearest(key: str, siblings: Iterable[str] = ()) -> list[str]:
-    """Returns up to three keys that `key` may stand for, the likeliest first.
+    """Returns up to three keys that `key` may stand for, the likeliest first; none rather than a far one.
 
     First those beside it whose last part looks alike, then the same last part elsewhere, then a group that is
-    spelled almost so, then whatever looks alike as a whole.
+    spelled almost so, then a last part elsewhere that looks alike.
     """
     above, _, last = key.rpartition(".")
-    prefix = f"{above}." if above else ""
-    known = list(dict.fromkeys([*known_keys(), *SCHEMAS]))
+    prefix, group = f"{above}." if above else "", above.partition(".")[0]
+    # train.py has not all groups: what a key of no group may be, is in one that it has.
+    known = [
+        k
+        for k in [*known_keys(), *SCHEMAS]
+        if k.partition(".")[0] not in _NOT_OF_TRAIN or k.startswith(prefix or "-")
+    ]
+    known = list(dict.fromkeys(known))
     beside = dict.fromkeys(s for s in siblings if s != last and not s.startswith("_"))
     beside |= dict.fromkeys(
         k.removeprefix(prefix) for k in known if k.startswith(prefix) and "." not in k.removeprefix(prefix)
     )
     found = [f"{prefix}{name}" for name in _alike(last, list(beside))]
-    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
-    if above and above.partition(".")[0] not in SCHEMAS:  # the group itself is misspelled
-        for group in _alike(above.partition(".")[0], list(SCHEMAS)):
-            rest = key.partition(".")[2]
-            moved = f"{group}.{rest}"
+    elsewhere = [k for k in known if k.rpartition(".")[2] == last and k != key]
+    if above and group not in SCHEMAS:  # the group itself is misspelled
+        for meant_group in _alike(group, list(SCHEMAS)):
+            moved = f"{meant_group}.{key.partition('.')[2]}"
             elsewhere = [k for k in [moved] if k in known] + nearest(moved)[:1] + elsewhere
     parts = {k.rpartition(".")[2]: k for k in reversed(known)}
     loosely = [parts[name] for name in _alike(last, list(parts))]
-    same_group = [k for k in difflib.get_close_matches(key, known, n=3) if k.startswith(prefix)]
-    return list(dict.fromkeys([*found, *elsewhere, *same_group, *loosely]))[:3]
+    ordered = [*found, *elsewhere, *loosely] if above else [*elsewhere, *found, *loosely]
+    return list(dict.fromkeys(ordered))[:3]
 
 
 def _alike(name: str, names: Sequence[str]) -> list[str]:
-    """Names that look like one, the most similar first: whole, without underscores, or as a beginning."""
+    """Names that look like one, the most similar first: but for a slip, as a whole, or with words left out."""
     plain = {candidate.replace("_", "").lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.replace("_", "").lower(), plain, n=3, cutoff=0.66)
-    begins = [candidate for candidate in names if len(name) > 3 and candidate.startswith(name)]
-    return list(dict.fromkeys([*(plain[c] for c in close), *begins]))
+    typed = name.replace("_", "").lower()
+    close = difflib.get_close_matches(typed, plain, n=3, cutoff=0.8)
+    slips = [candidate for candidate in plain if _is_slip(typed, candidate)]
+    words = [c for c in names if len(name) > 3 and (c.startswith(name) or _has_words(name, c))]
+    return list(dict.fromkeys([*(plain[c] for c in [*close, *slips]), *words]))
 
 
-def nearest_value(value: object, choices: Sequence[str]) -> str:
-    """Returns the choice that a wrong value stands for, or the first."""
-    typed = str(value).lower()
-    for choice in choices:
-        if typed in VALUES.get(choice, ()):
-            return choice
-    close = difflib.get_close_matches(typed, choices, n=1, cutoff=0.6)
-    begins = [choice for choice in choices if typed and choice.startswith(typed)]
-    return (begins or close or list(choices))[0]
+def _has_words(name: str, candidate: str) -> bool:
+    """Whether a name has only words of a longer one: `expert_parallel` of `expert_parallel_size`."""
+    return set(name.lower().split("_")) <= set(candidate.split("_"))
+
+
+def _is_slip(typed: str, name: str) -> bool:
+    """Whether a letter was left out, doubled, exchanged with its neighbour or, in a longer word, with another."""
+    start = next((n for n, (a, b) in enumerate(zip(typed, name)) if a != b), min(len(typed), len(name)))
+    a, b = typed[start:], name[start:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    if len(a) == len(b) == 1:
+        return len(name) > 3
+    return len(a) + len(b) == 1 or (len(a) == 2 and a == b[::-1])
 
 
 def nearest_option(group: str, option: str, options: Sequence[str]) -> str:
-    """Returns the option of a group that a wrong one stands for, or the group's first."""
-    meant = OPTIONS.get(group.rpartition("/")[2], {}).get(option)
-    if meant in options:
-        return str(meant)
+    """Returns the option of a group that a wrong one stands for, or the first of them."""
+    meant_option = OPTIONS.get(group.rpartition("/")[2], {}).get(option.lower())
+    if meant_option in options:
+        return str(meant_option)
     plain = {name.replace("_", "").lower(): name for name in options}
     typed = option.replace("_", "").replace("-", "").lower()
     close = difflib.get_close_matches(typed, plain, n=1, cutoff=0.5)

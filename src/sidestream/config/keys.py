@@ -5,23 +5,29 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from sidestream.config.errors import ConfigError, as_typed
-from sidestream.config.hints import RENAMED, nearest_value, unknown_key
-from sidestream.config.place import CONF
+from sidestream.config.errors import ConfigError
+from sidestream.config.hints import RENAMED, unknown_key
+from sidestream.config.meant import (
+    LARGEST_INTEGER,
+    LARGEST_NUMBER,
+    OPEN,
+    advice,
+    default_of,
+    default_option,
+    in_range,
+    meant,
+)
 from sidestream.config.schema import SCHEMAS, Root
 
-# Where a schema says nothing else. Beyond these something overflows: a C integer, a time, a float's range.
-LARGEST_INTEGER, LARGEST_NUMBER = 2**31 - 1, 1e12
-_FIRST = [
-    "tiny",
-    "softmax",
-    "aux_loss",
-    "alltoall",
-    "adamw",
-    "wsd",
-    "default",
-    "replicate",
-]  # options to quote
+# Other keys have their limits from these, and would refuse the lowest that these can be.
+_NOT_ALONE = (
+    "data.global_batch_size",
+    "model.hidden_size",
+    "model.num_experts",
+    "model.num_heads",
+    "model.num_layers",
+    "model.vocab_size",
+)
 
 
 def takes_a_list(key: str) -> bool:
@@ -51,7 +57,8 @@ def _walk(node: DictConfig, prefix: str) -> None:
     for name in map(str, node):
         key = f"{prefix}{name}"
         if OmegaConf.is_missing(node, name):
-            raise ConfigError(key, "???", "has no value", expected="a value", fix=f"{key}=<value>")
+            fix = f"{key}={default_option(key) or OPEN}"
+            raise ConfigError(key, "???", "has no value", expected="a value", fix=fix)
         value = node[name]
         # Old spellings are also refused in a user's own option, where any key is allowed.
         # A part with a schema of its own is from the file of the script that was started.
@@ -70,11 +77,7 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
     if choices and not any(value == choice and type(value) is type(choice) for choice in choices):
         shown = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
         raise ConfigError(
-            key,
-            value,
-            "not a choice",
-            expected=f"one of {', '.join(shown)}",
-            fix=f"{key}={nearest_value(value, shown)}",
+            key, value, "not a choice", expected=f"one of {', '.join(shown)}", fix=advice(key, value)
         )
     if isinstance(value, ListConfig) and any(isinstance(item, ListConfig | DictConfig) for item in value):
         raise ConfigError(key, value, "not a flat list", expected="plain values", fix=f"{key}=[<value>,...]")
@@ -83,12 +86,13 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
             return
         kinds, kind = (int | float, "a number") if limits.get("real") else (int, "an integer")
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ConfigError(key, value, f"not {kind}", expected=f"auto or {kind}", fix=f"{key}=auto")
+            fix = f"{key}={meant(key, value) or 'auto'}"
+            raise ConfigError(key, value, f"not {kind}", expected=f"auto or {kind}", fix=fix)
     values = value if isinstance(value, ListConfig) else [value]
     length = limits.get("length")
     if length is not None and len(values) != length:
         raise ConfigError(
-            key, list(values), f"{len(values)} values", expected=f"{length}", fix=_set_default(key)
+            key, list(values), f"{len(values)} values", expected=f"{length}", fix=f"{key}={default_of(key)}"
         )
     for one in values:
         if isinstance(one, int | float) and not isinstance(one, bool):
@@ -96,12 +100,12 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
 
 
 def _check_range(key: str, value: float, limits: Any, *, shown: object) -> None:
+    if in_range(value, limits, whole=isinstance(value, int)):
+        return
     low, above, high, below = (limits.get(name) for name in ("low", "above", "high", "below"))
     most = high if high is not None else LARGEST_INTEGER if isinstance(value, int) else LARGEST_NUMBER
     too_low = (low is not None and value < low) or (above is not None and value <= above)
     too_high = value > most or (below is not None and value >= below)
-    if value == value and abs(value) <= max(most, LARGEST_NUMBER) and not too_low and not too_high:
-        return
     bounds = [f">= {low}"] if low is not None else []
     bounds += [f"> {above}"] if above is not None else []
     bounds += [f"< {below}"] if below is not None else []
@@ -110,22 +114,10 @@ def _check_range(key: str, value: float, limits: Any, *, shown: object) -> None:
     )
     if limits.get("auto"):
         fix = f"{key}=auto"
-    elif too_low and isinstance(low, int):
+    elif too_low and isinstance(low, int) and key not in _NOT_ALONE:
         fix = f"{key}={low}"
     else:
-        fix = _set_default(key)
-        if too_low and fix.endswith("=null"):  # somebody wants it, and not null
+        fix = f"{key}={default_of(key)}"
+        if too_low and fix.endswith("=null") and key not in _NOT_ALONE:  # somebody wants it, and not null
             fix = f"{key}=1"
     raise ConfigError(key, shown, "out of range", expected=f"a value {' and '.join(bounds)}", fix=fix)
-
-
-def _set_default(key: str) -> str:
-    """An override to the value that the first of the shipped options with this key has."""
-    group, _, inner = key.partition(".")
-    files = sorted((CONF / group).glob("*.yaml"), key=lambda path: path.stem not in _FIRST)
-    for path in files if inner else [CONF / "train.yaml"]:
-        value = OmegaConf.select(OmegaConf.load(path), inner or key, default="???", throw_on_missing=False)
-        if value != "???":
-            plain = list(value) if isinstance(value, ListConfig) else value
-            return f"{key}={as_typed(plain)}"
-    return f"{key}=<value>"

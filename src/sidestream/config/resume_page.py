@@ -1,7 +1,7 @@
 """The tables of docs/resume.md, from the contract."""
 
 from sidestream.config.resume_contract import CASES, KINDS, OWN_KEYS, RULES, Rule
-from sidestream.tracking.markdown import table
+from sidestream.report.table import Markdown, Table
 
 _COLUMNS = ("key", "on resume", "")
 
@@ -11,14 +11,14 @@ def markdown() -> str:
     groups = dict.fromkeys([*(key.partition(".")[0] for key in RULES if "." in key), *OWN_KEYS])
     lines = [f"* **{kind}**: {meaning}" for kind, meaning in KINDS.items()]
     alone = {key: rule for key, rule in RULES.items() if "." not in key}
-    lines += ["", "### without a group", "", *table(_COLUMNS, _rows(alone))]
+    lines += ["", "### without a group", "", Table(_COLUMNS, _rows(alone)).markdown()]
     for group in groups:
         keys = {key: rule for key, rule in RULES.items() if key.startswith(f"{group}.")}
         own = OWN_KEYS.get(group)
         rows = _rows(keys)
         if own is not None:
-            rows.append(("any key of an option of your own", own.kind, own.why))
-        lines += ["", f"### {group}", "", *table(_COLUMNS, rows)]
+            rows.append(("any key of an option of your own", own.kind, Markdown(own.why)))
+        lines += ["", f"### {group}", "", Table(_COLUMNS, rows).markdown()]
     return "\n".join(lines)
 
 
@@ -30,7 +30,8 @@ def _rows(rules: dict[str, Rule]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for (rule, cases), keys in together.items():
         names = ", ".join(f"`{_shown(key)}`" for key in keys)
-        rows.append((names, rule.kind, "; ".join([rule.why, *([rule.said] if rule.said else []), *cases])))
+        why = "; ".join([rule.why, *([rule.said] if rule.said else []), *cases])
+        rows.append((Markdown(names), rule.kind, Markdown(why)))
     return rows
 
 

@@ -38,7 +38,9 @@ class StepGraph(Graph):
 class ThrottledLink(Component):
     """Emulates a slower link."""
 
-    gbps: float = key("gigabits per second, each way", above=0.0, high=1e6)
+    gbps: float = key(
+        "gigabits per second, each way", low=1e-6, high=1e6
+    )  # a slower one needs longer than a time may be
     latency_us: float = key("microseconds added to every transfer", low=0.0, high=1e8)
 
 

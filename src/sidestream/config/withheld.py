@@ -1,7 +1,7 @@
 """What a config takes from the environment stays a name in whatever is written or sent: `${oc.env:TOKEN}`.
 
-The process that starts the ranks evaluates the config once. Text that depends on a variable is stored under the
-variable's name, and its value reaches the ranks through their environment alone; files are never evaluated.
+The process that starts the ranks evaluates the config once. What depends on a variable is stored under the variable's
+name, or as it was typed, and its value reaches the ranks through their environment alone; files are never evaluated.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
+
+from sidestream.config.resume_contract import OWN_KEYS, RULES
 
 VARIABLE = "SIDESTREAM_WITHHELD"  # of a rank: where the values belong, as JSON
 # Places and names that a config may hold as text. Any other variable may be a secret.
@@ -34,11 +35,15 @@ HARMLESS = (
 _BEGIN, _END = "\ue0f0", "\ue0f1"  # private characters around a name while the config is evaluated
 
 # Path of a key, the text that stands for the value, the value.
-Withheld = list[tuple[list[str | int], str, str]]
+Withheld = list[tuple[list[str | int], str, Any]]
+_FAILED = object()
 
 
 def find(cfg: DictConfig, plain: dict[str, Any]) -> Withheld:
-    """Finds the texts of a config that depend on variables of the environment.
+    """Finds what depends on variables of the environment: the config is evaluated again, with names for their values.
+
+    What cannot be evaluated so, or becomes something else than a name, counts as theirs too. Numbers stay where they
+    are settings of the run: its result says them, and eval.py builds the model from them.
 
     Args:
         cfg: Composed, with its interpolations.
@@ -47,15 +52,25 @@ def find(cfg: DictConfig, plain: dict[str, Any]) -> Withheld:
     raw = OmegaConf.to_container(cfg, resolve=False)
     if "oc.env" not in json.dumps(raw, default=str):
         return []
-    found: Withheld = []
-    with _names_for_values():
+    asked: set[str] = set()
+    with _names_for_values(asked):
         untyped = OmegaConf.create(raw)  # a name is no number, which a typed key would refuse
-        for path, value in _texts(plain, []):
+
+        def search(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str, Any]]:
+            asked.clear()
             named = _read(untyped, path)
-            if isinstance(named, str) and _BEGIN in named:
-                text = named.replace(_BEGIN, "${oc.env:").replace(_END, "}")
-                found.append((path, text, value))
-    return found
+            alike: Any = None
+            if isinstance(value, dict) and isinstance(named, DictConfig) and named.keys() == value.keys():
+                alike = value.keys()
+            elif isinstance(value, list) and isinstance(named, ListConfig) and len(named) == len(value):
+                alike = range(len(value))
+            if alike is not None:
+                for part in alike:
+                    yield from search(value[part], [*path, part])
+            elif asked and value is not None and not (_is_setting(path, value) or _same(named, value)):
+                yield path, _text(named, raw, path), value
+
+        return list(search(plain, []))
 
 
 def names(plain: dict[str, Any], withheld: Withheld) -> dict[str, Any]:
@@ -79,10 +94,13 @@ def published() -> Withheld:
 
 
 @contextmanager
-def _names_for_values() -> Iterator[None]:
+def _names_for_values(asked: set[str]) -> Iterator[None]:
+    """Variables are names meanwhile; `asked` gets those that somebody reads."""
+
     def name_of(key: str, *default: Any) -> Any:
         if key in HARMLESS or key not in os.environ:
             return oc.env(key, *default)
+        asked.add(key)
         return f"{_BEGIN}{key}{_END}"
 
     OmegaConf.register_new_resolver("oc.env", name_of, replace=True)
@@ -92,25 +110,33 @@ def _names_for_values() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _texts(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _texts(item, [*path, key])
-    elif isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _texts(item, [*path, place])
+def _is_setting(path: list[str | int], value: Any) -> bool:
+    """Whether this is a number of the run, or of a part that it builds."""
+    key = ".".join(part for part in path if isinstance(part, str))
+    return isinstance(value, int | float) and (key in RULES or path[0] in OWN_KEYS)
+
+
+def _same(named: Any, value: Any) -> bool:
+    return not isinstance(named, DictConfig | ListConfig) and bool(named == value)
 
 
 def _read(node: Any, path: list[str | int]) -> Any:
-    """The value at a path; None where it cannot be evaluated with names for values."""
+    """The value at a path; `_FAILED` where it cannot be evaluated with names for values."""
     try:
         for part in path:
             node = node[part]
-    except (OmegaConfBaseException, LookupError, TypeError, ValueError):
-        return None
+    except Exception:  # a resolver of anybody's may say anything of a name
+        return _FAILED
     return node
+
+
+def _text(named: Any, raw: Any, path: list[str | int]) -> str:
+    """What stands for a value: its text with names in it, or what was typed."""
+    if isinstance(named, str) and _BEGIN in named:
+        return named.replace(_BEGIN, "${oc.env:").replace(_END, "}")
+    for part in path:
+        raw = raw if isinstance(raw, str) else raw[part]  # what lies deeper is what a resolver returned
+    return str(raw)
 
 
 def _at(plain: Any, path: list[str | int]) -> Any:

@@ -1,28 +1,35 @@
 """The first step of a run looks at what the user's own parts return, and names the class that breaks its protocol.
 
-    with FirstStep(step) as look:      router, balance, dispatcher, fusion and schedule stand behind proxies
-        ...attempts, check, commit...
+    with FirstStep(step, ...) as look: router, balance, dispatcher, fusion and schedule stand behind proxies
+        ...attempts...
+        look.attempted()               the graph has made one, and the strategy has summed the gradients
+        ...check, commit...
+        look.committed()               the optimizer has stepped, to the same finite weights on every rank
                                        the parts themselves again: later steps pay nothing
 
 Each part is looked at once per layer, and all ranks look at the same moment: what one of them finds ends the run on
-every rank with one line. Shipped parts have tests instead. `scripts/check_part.py` tries far more on a part.
+every rank with one line. Shipped parts have tests instead. `scripts/check_part.py` tries far more on a part. What is
+asked on the host (the schedule of the rate, the link, the data) is looked at in `answers.py`.
 
 Legend: T tokens, K routes per token, H features, E experts, L local experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, zeros_like
+from torch.optim import Optimizer
 
 from sidestream import cli
 from sidestream.config.errors import ConfigError
 from sidestream.conformance import rows
+from sidestream.conformance.answers import class_of, is_own, is_own_optimizer
+from sidestream.conformance.command import KINDS
 from sidestream.conformance.values import (
     decision_problem,
     not_finite,
@@ -32,35 +39,33 @@ from sidestream.conformance.values import (
     scalar_problem,
     tensor_problem,
 )
+from sidestream.data.batch import Batch
 from sidestream.dispatch.base import Routing
 from sidestream.exchange.ops import Channel
 from sidestream.fusion.base import resolve_alignment
+from sidestream.graph.base import StepRunner
 from sidestream.model.block import MoEUnit
 from sidestream.model.moe import MoE
+from sidestream.parallel.agree import differing
+from sidestream.parallel.reduction import local
 from sidestream.parallel.step import TrainingStep
-
-_SHIPPED = "sidestream"
-
-
-def class_of(part: Any) -> str:
-    """`package.Class`, as a config names it."""
-    return f"{type(part).__module__}.{type(part).__qualname__}"
-
-
-def is_own(part: Any) -> bool:
-    """The user's, not shipped."""
-    return type(part).__module__.partition(".")[0] != _SHIPPED
 
 
 class FirstStep:
     """Puts proxies in front of the user's own parts while it is entered.
 
     Args:
-        step: This rank's step; its model's parts are looked at.
+        step: Of this rank; its model's parts are looked at, and its reduction.
+        graph: Makes the attempts.
+        optimizer: Steps in the commit.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(
+        self, step: TrainingStep, *, graph: StepRunner | None = None, optimizer: Optimizer | None = None
+    ) -> None:
         self.step, self.model = step, step.model
+        self.graph, self.optimizer = graph, optimizer
+        self._attempts = self._updates = 0
         self._put_back: list[Callable[[], None]] = []
         self._looked: set[tuple[str, int]] = set()
         self.decided: dict[int, int] = {}
@@ -74,7 +79,61 @@ class FirstStep:
         if is_own(self.model.parts.balance):
             balance: Any = _Balance(self, self.model.parts.balance, -1)
             self._put(self.model, "parts", replace(self.model.parts, balance=balance))
+        if self.graph is not None and is_own(self.graph):
+            self._put(self.step, "run", self._counted(self.step.run))
+            assert self.optimizer is not None
+            self._put_back.append(self.optimizer.register_step_post_hook(self._stepped).remove)
         return self
+
+    def _counted(self, run: Callable[[Batch], None]) -> Callable[[Batch], None]:
+        def counted(batch: Batch) -> None:
+            self._attempts += 1
+            run(batch)
+
+        return counted
+
+    def _stepped(self, *_: Any) -> None:
+        self._updates += 1
+
+    def attempted(self) -> None:
+        """After the attempts. Collective.
+
+        Raises:
+            ConfigError: On every rank: the graph made none, or gradients differ that the strategy should have summed.
+        """
+        if self.graph is not None and is_own(self.graph):
+            self.judge(
+                "graph", self.graph, None if self._attempts else "run does not call the attempt", layer=-1
+            )
+        reduction: Any = self.step.reduction
+        if is_own(reduction) and reduction.holds_replicas:
+            named = self.model.named_parameters()
+            gradients = {name: zeros_like(p) if p.grad is None else p.grad for name, p in named}
+            self._judge_equal("strategy", reduction, "the gradient", gradients)
+
+    def committed(self) -> None:
+        """After the commit. Collective.
+
+        Raises:
+            ConfigError: On every rank: the optimizer was not called, or left weights that cannot be trained on.
+        """
+        if self.graph is not None and is_own(self.graph):
+            self.judge(
+                "graph", self.graph, None if self._updates else "update does not call the update", layer=-1
+            )
+        optimizer: Any = self.optimizer
+        if optimizer is None or not is_own_optimizer(optimizer):
+            return
+        weights = dict(self.model.named_parameters())
+        wrong = (not_finite(f"{name} after its step", local(p.detach())) for name, p in weights.items())
+        self.judge("optimizer", optimizer, next(filter(None, wrong), None), layer=-1)
+        if self.step.reduction.holds_replicas:
+            self._judge_equal("optimizer", optimizer, "the weight", weights)
+
+    def _judge_equal(self, key: str, part: Any, what: str, tensors: Mapping[str, Tensor]) -> None:
+        found = differing(tensors, self.step.parallel)
+        problem = f"{what} of {found[0]} differs between ranks that must hold the same" if found else None
+        self.judge(key, part, problem, layer=-1)
 
     def _cover(self, unit: MoEUnit, layer: int) -> None:
         parts, moe = unit.moe.parts, unit.moe
@@ -129,7 +188,9 @@ class FirstStep:
             name,
             f"in the first step {found[rank]}{where}",
             expected="what its protocol promises, see docs/architecture.md",
-            fix=f"run {cli.spelled('scripts/check_part.py')} {name}, which tries more",
+            fix=f"run {cli.spelled('scripts/check_part.py')} {name}, which tries more"
+            if key in KINDS
+            else "correct the class",
         )
 
 

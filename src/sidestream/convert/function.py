@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.config.model_check import moe_blocks
-from sidestream.tracking.untrusted import Unreadable, printable, read_yaml
+from sidestream.tracking.untrusted import Unreadable, printable, read_json, read_yaml
 
 ROUTER = "sidestream.routing.router.SoftmaxRouter"
 BIASED = ("sidestream.routing.balance.ExpertBias", "sidestream.routing.quantile.QuantileBalance")
@@ -81,14 +81,16 @@ def function_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sections(path: Path, *, inside: Path) -> dict[str, Any]:
-    """The resolved config of a run, or the part of it that an import leaves.
+    """The resolved config of a run, or the part of it that an import or a checkpoint has.
 
     Raises:
         Unreadable: It is missing, or no such config.
     """
-    sections = read_yaml(path, inside=inside)
+    sections = (read_json if path.suffix == ".json" else read_yaml)(path, inside=inside)
     try:
         function_of(sections)
+        if not all(isinstance(sections.get(group) or {}, Mapping) for group in KEYS):
+            raise TypeError(f"one of {', '.join(KEYS)} has no keys")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Unreadable(f"{printable(path)}: no config of a model ({printable(error, limit=80)})") from None
     return sections

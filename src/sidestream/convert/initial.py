@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from sidestream.config.errors import ConfigError
+from sidestream.convert.huggingface_folder import load_huggingface
 from sidestream.convert.start import is_checkpoint
-from sidestream.convert.weights import load_huggingface
 from sidestream.model.transformer import MoETransformer
 from sidestream.parallel.weights import load_weights
 from sidestream.tracking.integrity import Damaged

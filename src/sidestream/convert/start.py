@@ -1,7 +1,13 @@
-"""`initial_weights`: the model that is built must be the one that the weights are of. No torch."""
+"""The model that is built must be the one that the weights are of: `initial_weights`, a resume, eval.py. No torch.
+
+A checkpoint says so itself, in `model.json`: the sections of the config that decide what its weights compute, and the
+tokenizer whose tokens they know.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +16,11 @@ from sidestream.config.errors import ConfigError, as_typed
 from sidestream.convert.families import model_options
 from sidestream.convert.folder import ModelFolder
 from sidestream.convert.function import BIASED, ROUTER, function_of, is_own, read_sections
-from sidestream.tracking.untrusted import Unreadable, printable
+from sidestream.tracking.untrusted import Unreadable, printable, read_bytes
+
+MODEL = "model.json"  # in a checkpoint
+_SECTIONS = ("model", "router", "balance", "overlap")
+_ABSENT = object()
 
 # How a model is trained from its weights is free: what an expert may take, and routes that are dealt out.
 _FREE = ("router.expert_capacity_factor", "router.drop_policy", "router.force_balance")
@@ -29,6 +39,98 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / ".metadata").is_file()
 
 
+def described(
+    cfg: Mapping[str, Any], *, vocab_size: int | None = None, tokenizer: str | None = None
+) -> dict[str, Any]:
+    """What a checkpoint says of its model, in types of JSON.
+
+    Args:
+        cfg: The plain root config, in which what comes from the environment is a name.
+        vocab_size: Number of tokens in the data, for a model that leaves it open.
+        tokenizer: See `Corpus.tokenizer`.
+    """
+    sections = {name: cfg.get(name) or {} for name in _SECTIONS}
+    sections["model"] = {**cfg["model"], "vocab_size": cfg["model"].get("vocab_size") or vocab_size}
+    # A class of somebody's own may have any keys; what no JSON can say is text on both sides of a comparison.
+    text = json.dumps({**sections, "tokenizer": tokenizer}, default=str)
+    return json.loads(text, parse_constant=str)  # type: ignore[no-any-return]
+
+
+def trained_as(checkpoint: Path, *, key: str) -> dict[str, Any] | None:
+    """What a checkpoint of ours says of its model, see `described`; None where an earlier version wrote it.
+
+    Args:
+        key: What names it on the command line.
+
+    Raises:
+        ConfigError: It says nothing that can be read.
+    """
+    if not (checkpoint / MODEL).exists():
+        return None
+    try:
+        return read_sections(checkpoint / MODEL, inside=checkpoint)
+    except Unreadable as error:
+        expected, fix = "a whole checkpoint", "name another one"
+        raise ConfigError(key, printable(checkpoint), str(error), expected=expected, fix=fix) from None
+
+
+def check_same_model(cfg: Mapping[str, Any], checkpoint: Path, *, key: str, fix: str) -> None:
+    """Hold the config of a run against the checkpoint that is loaded for it: any weights of these sizes would load.
+
+    Args:
+        cfg: The plain root config, in which what comes from the environment is a name.
+        key, fix: Of the refusal.
+
+    Raises:
+        ConfigError: The weights were trained as part of another function; names the keys and both values.
+    """
+    saved = trained_as(checkpoint, key=key)
+    if saved is None:
+        return
+    now = described(cfg)
+    theirs, built = function_of(saved), function_of(now)
+    for function, sections in ((theirs, saved), (built, now)):
+        balance = (sections.get("balance") or {}).get("_target_")
+        if is_own(balance):  # it may have used a bias
+            function["balance._target_"] = balance
+    different = [
+        f"{name} is {_shown(value)} there and {_shown(built.get(name))} here"
+        for name, value in theirs.items()
+        if built.get(name, _ABSENT) != value and not (name == "model.vocab_size" and built[name] is None)
+    ]
+    if different:
+        why = f"{printable(checkpoint.name)} is of another model: {', '.join(different)}"
+        raise ConfigError(key, printable(checkpoint), why, expected="a checkpoint of this model", fix=fix)
+
+
+def other_tokens(folder: Path, tokenizer: str | None) -> str | None:
+    """A line for the user where the weights to start from know the tokens of another tokenizer than the data's.
+
+    Args:
+        folder: A Hugging Face folder, or a checkpoint of ours.
+        tokenizer: See `Corpus.tokenizer`.
+    """
+    if is_checkpoint(folder):
+        theirs = (trained_as(folder, key="initial_weights") or {}).get("tokenizer")
+    else:
+        theirs = tokenizer_of(folder)
+    if None in (theirs, tokenizer) or theirs == tokenizer:
+        return None
+    names = f"{printable(theirs, limit=20)} there and {printable(tokenizer, limit=20)} here"
+    return (
+        f"the weights in {printable(folder)} know the tokens of another tokenizer ({names}): each token begins with "
+        "the embedding of some other text; data=tokens with their tokenizer would go on from what they learned"
+    )
+
+
+def tokenizer_of(folder: Path) -> str | None:
+    """The tokenizer of a Hugging Face folder, as `Corpus.tokenizer`; None where it has none that we could read."""
+    try:
+        return f"sha256:{hashlib.sha256(read_bytes(folder / 'tokenizer.json')).hexdigest()}"
+    except Unreadable:
+        return None
+
+
 def check_weights(cfg: Mapping[str, Any], folder: Path, *, vocab_size: int | None = None) -> str | None:
     """Hold a config against the weights it starts from.
 
@@ -45,7 +147,7 @@ def check_weights(cfg: Mapping[str, Any], folder: Path, *, vocab_size: int | Non
             says what is wrong with the folder.
     """
     if is_checkpoint(folder):
-        sections = _config_beside(folder)
+        sections = trained_as(folder, key="initial_weights") or _config_beside(folder)
         if sections is None:
             return f"{printable(folder)}: no config beside this checkpoint, only the shapes of its weights are compared"
     else:

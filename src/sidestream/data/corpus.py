@@ -24,6 +24,7 @@ class Corpus:
         folder: Where derived values may be cached; None for a corpus in memory.
         eos_token: The last token of every document; None if the corpus does not say where documents end.
         unit: What one token is, for people who read losses.
+        tokenizer: Whose tokens these are: "bytes", or "sha256:" and the digest of a tokenizer.json; None: unknown.
         record: What became of the source; a user's own may leave it out.
     """
 
@@ -35,6 +36,7 @@ class Corpus:
     folder: Path | None = None
     eos_token: int | None = None
     unit: str = "token"
+    tokenizer: str | None = None
     record: DataRecord = field(default_factory=DataRecord)
 
 

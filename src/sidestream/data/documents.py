@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from sidestream.config.data_content import check_replaced
+from sidestream.config.data_content import check_replaced, western
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.record import Intake, content_hash
@@ -75,7 +75,8 @@ class DocumentSource(DataSource):
                 or a package is missing.
         """
         corpus = open_or_build(self._folder, self._content, name=self.name)
-        return replace(corpus, eos_token=self._tokenizer.eos_token, unit=self._tokenizer.unit)
+        own = self._tokenizer
+        return replace(corpus, eos_token=own.eos_token, unit=own.unit, tokenizer=own.identity)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
@@ -145,7 +146,8 @@ class DocumentSource(DataSource):
             yield split, content
         if self.tokenizer != "bytes":
             encoding = getattr(self, "encoding", "utf-8")
-            check_replaced(f"data={self.name}", intake.replaced, intake.characters, encoding=encoding)
+            where, likely = f"data={self.name}", western(intake.broken)
+            check_replaced(where, intake.replaced, intake.characters, encoding=encoding, likely=likely)
         for split in SPLITS:
             if not intake.hashes[split]:
                 raise ConfigError(

@@ -65,7 +65,8 @@ class PythonSource(DataSource):
             )
         folder = Path(self.cache_dir).expanduser() / "python_source" / self._key(root, paths)
         corpus = open_or_build(folder, lambda: self._build(root, paths), name="python_source")
-        return replace(corpus, eos_token=ByteTokenizer.eos_token, unit=ByteTokenizer.unit)
+        own = ByteTokenizer
+        return replace(corpus, eos_token=own.eos_token, unit=own.unit, tokenizer=own.identity)
 
     def encode(self, text: str) -> list[int]:
         return ByteTokenizer().encode(text)

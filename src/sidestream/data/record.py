@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sidestream.config.data_content import PEEK
 from sidestream.tracking.data_record import SPLITS, DataRecord
 
 
@@ -21,6 +22,7 @@ class Intake:
     separators: int | None = None
     notes: list[str] = field(default_factory=list)
     replaced: int = 0
+    broken: bytes = b""  # around the first byte that is no UTF-8
     characters: int = 0
     zeros: int = 0
     hashes: dict[str, array] = field(default_factory=lambda: {split: array("Q") for split in SPLITS})
@@ -31,7 +33,8 @@ class Intake:
         self.zeros += content.count(0)
         try:
             self.characters += len(content.decode())
-        except UnicodeDecodeError:
+        except UnicodeDecodeError as error:
+            self.broken = self.broken or content[max(error.start - PEEK, 0) : error.start + PEEK]
             text = content.decode(errors="replace")
             self.characters += len(text)
             self.replaced += text.count("\ufffd") - content.count("\ufffd".encode())

@@ -160,11 +160,11 @@ def open_or_build(folder: Path, build: Callable[[], Content], *, name: str) -> C
             raise OSError(f"{folder} does not hold what was just written to it")
     except OSError as error:
         raise ConfigError(
-            "paths.cache_dir",
+            "data.cache_dir",
             str(folder.parent.parent),
             f"the corpus cannot be cached there ({error})",
             expected="a folder that can be written",
-            fix="paths.cache_dir=<such a folder>",
+            fix="data.cache_dir=<such a folder>",
         ) from error
     return corpus
 

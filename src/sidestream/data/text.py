@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sidestream.config.data_content import check_text, never_occurs, wrong_encoding
+from sidestream.config.data_content import check_not_utf8, check_text, never_occurs, what_else, wrong_encoding
 from sidestream.config.data_files import expand_files, file_states, without
 from sidestream.config.errors import ConfigError
 from sidestream.data.documents import Document, DocumentSource
+
+_NOTED = 3  # files that are told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +56,15 @@ class TextFiles(DocumentSource):
     def _read(self, path: Path, key: str, validation: bool | None) -> Iterator[Document]:
         separator = None if self.separator is None else self.separator.encode()
         check_text(key, path, encoding=self.encoding, replaces=self.tokenizer != "bytes")
+        if (note := what_else(path, encoding=self.encoding)) and len(self.intake.notes) < _NOTED:
+            self.intake.notes.append(note)
         try:
             if self.encoding == "utf-8":
                 parts = _cut(path, separator)
             else:
-                content = path.read_bytes().decode(self.encoding).encode()
+                read = path.read_bytes()
+                check_not_utf8(path, read, encoding=self.encoding)
+                content = read.decode(self.encoding).encode()
                 parts = iter([content] if separator is None else content.split(separator))
             for place, content in enumerate(parts):
                 if separator is not None:

@@ -18,7 +18,7 @@ from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
 from sidestream.data.record import record_of_tokens
 from sidestream.data.store import block_starts, file_digest, map_tokens
-from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, identity_of
 from sidestream.tracking.data_record import DataRecord
 
 _CHUNK = 2**20
@@ -91,6 +91,9 @@ class TokenFiles(DataSource):
             folder=folder,
             eos_token=known.eos_token,
             unit="byte" if self.tokenizer == "bytes" else "token",
+            tokenizer=self.tokenizer
+            if self.tokenizer in (None, "bytes")
+            else identity_of(Path(self.tokenizer).expanduser()),
             record=DataRecord(
                 tokens={"train": train.size, "val": val.size}, **record_of_tokens(train, val, known.eos_token)
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,11 +25,13 @@ class Tokenizer(Protocol):
         vocab_size: Number of different tokens.
         eos_token: Ends every document.
         unit: What one token is.
+        identity: See `Corpus.tokenizer`.
     """
 
     vocab_size: int
     eos_token: int
     unit: str
+    identity: str
 
     def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
         """Tokens of each document, `eos_token` at its end."""
@@ -46,7 +49,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per byte of UTF-8. A zero byte ends a document, also one that was in the text."""
 
-    vocab_size, eos_token, unit = 256, 0, "byte"
+    vocab_size, eos_token, unit, identity = 256, 0, "byte", "bytes"
 
     def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document + b"\0", np.uint8) for document in documents]
@@ -86,6 +89,7 @@ class BPETokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.eos_token: int = self._tokenizer.token_to_id(END_OF_DOCUMENT) or 0
+        self.identity = identity_of(path)
 
     @staticmethod
     def train(documents: Iterable[bytes], *, vocab_size: int, path: Path) -> None:
@@ -119,6 +123,11 @@ class BPETokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def identity_of(path: Path) -> str:
+    """What `Corpus.tokenizer` says of a tokenizer.json."""
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def _pieces(text: str) -> Iterator[str]:

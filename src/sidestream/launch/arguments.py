@@ -58,6 +58,9 @@ def several_values(error: Exception, argv: list[str]) -> ConfigError | None:
     if takes_a_list(key) and "(" not in value:
         why, fix = "a list is written in brackets", f"run with {shlex.quote(f'{key}=[{value}]')}"
         return ConfigError(key, value, why, expected="one list", fix=fix)
+    if re.fullmatch(r"-?0,0\d+", value):  # no sweep: nobody writes 1 as 001
+        fix = f"{key}={value.replace(',', '.')}"
+        return ConfigError(key, value, "a comma is between values", expected="a decimal point", fix=fix)
     why, fix = "several values are a sweep, a job for each", f"run {shlex.join([*cli.typed(), '-m', *argv])}"
     return ConfigError(key, value, why, expected="one value, or -m", fix=fix)
 

@@ -22,6 +22,7 @@ LOADING = "loading the checkpoint"
 TRAINING = "training"
 VALIDATING = "validating"
 SAVING = "saving a checkpoint"
+MEASURING = "measuring"  # scripts only
 SAMPLING = "writing a sample"  # eval.py only
 FINISHING = "finishing"
 UPLOADING = "finishing the loggers"

@@ -12,6 +12,7 @@ from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.layout import Layout
 from sidestream.config.resume_contract import RULES, Flat, Rule, rule_of
 from sidestream.config.schema import SCHEMAS, options_with
+from sidestream.convert.start import check_same_model
 from sidestream.launch import arguments, taken
 from sidestream.launch.record import RESOLVED, Launch, load_resolved
 from sidestream.tracking import lock
@@ -174,6 +175,8 @@ def check_changes(folder: Path, *, new: dict[str, Any], layout: Layout, done: in
         why = f"the run has {done} steps already"
         expected, fix = f"more than {done}", f"trainer.max_steps={2 * done}"
         raise ConfigError("trainer.max_steps", now["trainer.max_steps"], why, expected=expected, fix=fix)
+    for checkpoint in (path for path in checkpoints(folder) if step_of(path) == done):
+        check_same_model(new, checkpoint, key="resume", fix="run anew without resume=")
     for name in ("world_size", "expert_parallel_size", "device_type"):
         before, after = getattr(launch.layout, name), getattr(layout, name)
         if before != after:

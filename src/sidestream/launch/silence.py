@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from sidestream.launch import phase
 from sidestream.launch.phase import Phase
 
+SECONDS_AFTER_END = 60.0  # of silence, for the others once the first rank has ended well
 _EVERY = 0.5  # seconds between looks
 _BUSY = (
     0.02  # share of a core that counts as work; a process that sleeps has less, one that is starved has more
@@ -85,6 +87,19 @@ class Silence:
         """Seconds of silence that are allowed now, in the phases that the ranks are in."""
         return max((phase.limit for phase in self.phases.values()), default=0.0)
 
+    def too_long(self, *, first_end: float | None) -> bool:
+        """Whether the ranks that run are to be given up.
+
+        Args:
+            first_end: `time.monotonic()` at which a rank has ended well; None: none has.
+        """
+        names, limit = {now.name for now in self.phases.values()}, self.limit
+        if first_end is None or phase.UPLOADING in names:
+            return self.seconds > limit
+        # One that spins while it leaves is not silent.
+        spinning = names == {phase.LEAVING} and time.monotonic() - first_end > 2 * SECONDS_AFTER_END
+        return spinning or self.seconds > min(limit, SECONDS_AFTER_END)
+
     def culprits(self) -> list[int]:
         """Returns the ranks that the others wait for: the stopped ones, else those that are behind."""
         if self.stopped:
@@ -93,4 +108,4 @@ class Silence:
         return [rank for rank, phase in self.phases.items() if phase.beats == least]
 
 
-__all__ = ["Process", "Silence", "look_at"]
+__all__ = ["SECONDS_AFTER_END", "Process", "Silence", "look_at"]

@@ -21,7 +21,6 @@ STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # after a common step, or
 DIED_OF_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # before it could listen
 SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to record what they saw
 SECONDS_TO_LEAVE = 30.0  # more, for a rank that failed in nothing and is on its way out
-SECONDS_AFTER_END = 60.0  # of silence, for the others once the first rank has ended well
 _POLL_SECONDS = 0.05
 
 
@@ -180,21 +179,13 @@ class _Watch:
             send(rank.process, number if listens else signal.SIGTERM)
 
     def _given_up(self) -> bool:
-        silence, running = self._silence, self._running
-        limit = silence.limit
+        silence = self._silence
         if self._asked is not None:
             if not stopping.overdue(silence, asked=self._asked):
                 return False
-        elif self._first_end is not None:
-            names = {now.name for now in silence.phases.values()}
-            if phase.UPLOADING not in names:
-                limit = min(limit, SECONDS_AFTER_END)
-            spinning = names == {phase.LEAVING} and time.monotonic() - self._first_end > 2 * SECONDS_AFTER_END
-            if silence.seconds <= limit and not spinning:
-                return False
-        elif silence.seconds <= limit:
+        elif not silence.too_long(first_end=self._first_end):
             return False
-        for rank in running:
+        for rank in self._running:
             if rank.number in silence.culprits():
                 rank.silent, rank.stopped = silence.seconds, rank.number in silence.stopped
         return True

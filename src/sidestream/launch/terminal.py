@@ -26,9 +26,13 @@ class _Lasting(io.FileIO):
         return len(memoryview(content).cast("B"))
 
 
-def outlive() -> None:
-    """From now on this process goes on when the reader of its output, or its terminal, is gone. Call it early."""
-    if hasattr(signal, "SIGHUP"):
+def outlive(*, hangup: bool = True) -> None:
+    """From now on this process goes on when the reader of its output, or its terminal, is gone. Call it early.
+
+    Args:
+        hangup: Also when a closed terminal says so (SIGHUP).
+    """
+    if hangup and hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # also in what it starts
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

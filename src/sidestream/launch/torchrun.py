@@ -31,10 +31,14 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 # What starts a command several times -> how many there are, and which one this is.
 _TASKS = {
     "srun": ("SLURM_NTASKS", "SLURM_PROCID"),
+    "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),  # sets those of mpirun, too
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
     "mpirun_rsh": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    "flux run": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
 }
+_APRUN = "ALPS_APP_PE"  # which one this is of those that aprun started; how many there are it does not say
+_ONE_PROCESS = "one process, which starts the ranks, or torchrun on every node"
 _KEY = "sidestream/launch"
 _TIMEOUT = timedelta(seconds=120)  # rank 0 composes the config meanwhile, from a slow disk at worst
 _SECONDS_FOR_CAUSE = 1.0
@@ -76,10 +80,17 @@ def refuse_tasks(argv: list[str]) -> None:
         if int(this) > 0:
             sys.exit(2)
         why = f"{starter} started this command {tasks} times, and each would be a run of its own"
-        expected = "one process, which starts the ranks, or torchrun on every node"
         raise ConfigError(
-            size, tasks, why, expected=expected, fix=f"run {_command(starter, int(tasks), argv)}"
+            size, tasks, why, expected=_ONE_PROCESS, fix=f"run {_command(starter, int(tasks), argv)}"
         )
+    number = os.environ.get(_APRUN, "0")
+    if number.isdigit() and int(number) > 0 and not active():
+        # The first one may be the only one. Where there are more, aprun ends it when these end with an error.
+        if int(number) > 1:
+            sys.exit(2)
+        why = "aprun started this command several times, and each would be a run of its own"
+        fix = f"run {shlex.join([*cli.typed('aprun', '-n', '1', 'python'), *argv])}"
+        raise ConfigError(_APRUN, number, why, expected=_ONE_PROCESS, fix=fix)
 
 
 def _is_batch_script(starter: str) -> bool:
@@ -89,18 +100,19 @@ def _is_batch_script(starter: str) -> bool:
 
 
 def _command(starter: str, tasks: int, argv: list[str]) -> str:
-    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
-    if starter == "mpirun":
+    counted = {"srun": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), "flux run": ("FLUX_JOB_NNODES",)}
+    nodes = int(next(filter(None, map(os.environ.get, counted.get(starter, ()))), 1))
+    if starter in ("mpirun", "jsrun"):
         nodes = tasks // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", tasks))
-    on_each = ("srun", f"--nodes={nodes}", f"--ntasks={nodes}")
+    on_each = (*starter.split(), f"--nodes={nodes}", f"--ntasks={nodes}") if starter in counted else ()
     if nodes == 1:
         given = any(part.startswith("trainer.devices=") for part in argv)
         words = argv if given else [*argv, f"trainer.devices={tasks}"]
-        return shlex.join([*cli.typed(*(on_each if starter == "srun" else ()), "python"), *words])
+        return shlex.join([*cli.typed(*on_each, "python"), *words])
     here = os.environ.get("SLURMD_NODENAME") or platform.node()
     each = ("torchrun", f"--nnodes={nodes}", f"--nproc-per-node={tasks // nodes}", "--rdzv-backend=c10d")
     where = f"--rdzv-endpoint={here}:29500"
-    return shlex.join([*cli.typed(*(on_each if starter == "srun" else ()), *each, where), *argv])
+    return shlex.join([*cli.typed(*on_each, *each, where), *argv])
 
 
 def world() -> dict[str, Any]:

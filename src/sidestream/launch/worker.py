@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from sidestream import matplotlibrc
 from sidestream.config import trust, withheld
 from sidestream.config.errors import ConfigError
 from sidestream.config.layout import Layout
@@ -134,6 +135,7 @@ def available_cores() -> list[int]:
 def main() -> None:
     die_with_parent(signal.SIGKILL)
     terminal.outlive()
+    matplotlibrc.ignore()
     env = RankEnv.from_environ()
     try:
         stopping.install()  # a request that comes while torch is imported is not lost

@@ -77,7 +77,14 @@ def build_loggers(
         identity=dict(identity),
         job_type=job_type,
     )
-    return [construct("logger", logger_cfg, cfg, partial=True)(context)]
+    made = construct("logger", logger_cfg, cfg, partial=True)(context)
+    if not isinstance(made, Logger):
+        why, expected = (
+            f"gives a {type(made).__name__}",
+            "a function of the context that gives a Lightning logger",
+        )
+        raise ConfigError("logger", logger_cfg["_target_"], why, expected=expected, fix="logger=none")
+    return [made]
 
 
 def finish_loggers(loggers: Sequence[Logger], exit_code: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from sidestream.convert.initial import load_after_sharding
+from sidestream.convert.start import MODEL
 from sidestream.data.batch import Batch
 from sidestream.data.loaders import StatefulLoader
 from sidestream.launch import phase
@@ -48,6 +49,7 @@ class Recipe:
         changes_model: The schedule or `router.force_balance` computes another function than the plain model.
         function: Name of the function that the schedule computes.
         initial_weights: Folder of weights to start from; None: from the seed.
+        model: What a checkpoint says of its model, see `convert/start.described`.
     """
 
     seed: int
@@ -60,6 +62,7 @@ class Recipe:
     changes_model: bool
     function: str = "plain"
     initial_weights: Path | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 class SidestreamModule(LightningModule):
@@ -272,6 +275,7 @@ class SidestreamModule(LightningModule):
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.device)
         dist.all_gather_object(states, generators, group=self.parallel_strategy.parallel.control)
+        checkpoint[MODEL] = self.recipe.model
         checkpoint["sidestream"] = {
             **self.facts(),
             "step": self.global_step,

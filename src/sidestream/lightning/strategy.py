@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from sidestream.config.errors import ConfigError
 from sidestream.conformance.first_step import FirstStep
+from sidestream.convert.start import MODEL
 from sidestream.data.batch import Batch
 from sidestream.graph.base import StepRunner
 from sidestream.graph.check import StepLint
@@ -51,7 +52,7 @@ from sidestream.parallel.reduction import Reduction
 from sidestream.parallel.step import StepReport, TrainingStep
 from sidestream.parallel.world import join_world, leave_world
 from sidestream.tracking import integrity
-from sidestream.tracking.folder import sync_folder
+from sidestream.tracking.folder import sync_folder, write_json_atomic
 
 log = logging.getLogger(__name__)
 
@@ -196,15 +197,24 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert step is not None, "begin_training first"
         slots = step.model.schedule.slots
         bound = (self._lint or self.graph).bind(batch)
-        with nullcontext() if self._looked else FirstStep(step):
+        first = (
+            None
+            if self._looked
+            else FirstStep(step, graph=self.graph, optimizer=next(iter(self.optimizers), None))
+        )
+        with first or nullcontext():
             while True:
                 step.prepare(bound)
                 self._attempt(step, bound, ready=slots is None or not slots.measuring)
+                if first is not None:
+                    first.attempted()
                 report = step.check(stop_requested=stop_requested(), own=own)
                 if self.budget.resolve(overflowed=report.overflowed, dropped=report.lost):
                     break
             self._max_norm = max_norm
             norm = step.commit(report, optimizer_step=optimizer_step)
+            if first is not None:
+                first.committed()
         self._looked = True
         if slots is not None:
             slots.end_step(self.parallel.control, self.root_device)
@@ -270,8 +280,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             tensors[f"optimizer_{index}"] = state
         with plain_errors():
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, sync_files=False))
+        model = checkpoint.pop(MODEL)
         if self.is_global_zero:
             torch.save(checkpoint, partial / "meta.pt")
+            write_json_atomic(partial / MODEL, model)
         files = self._digests(partial)
         if self.is_global_zero:
             integrity.seal(partial, step=integrity.step_of(final), files=files)
@@ -287,7 +299,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """Sizes and checksums of all files, which are on the disk then. Each rank has those it wrote. Collective."""
         mine = list(folder.glob(f"__{self.global_rank}_*"))
         if self.is_global_zero:
-            mine += [folder / name for name in integrity.OF_A_RUN]
+            mine += [folder / name for name in (*integrity.OF_A_RUN, MODEL)]
         found = integrity.digests(mine, sync=True)
         if self.world_size == 1:
             return found

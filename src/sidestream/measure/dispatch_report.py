@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
+from sidestream.measure.instrument import bars, load, page, pair, ratio, say_left_out, tick
+from sidestream.report.charts import COLORS as CHARTS
+from sidestream.report.statistics import summarize
+from sidestream.report.table import Column, Table, numbers, say, short_commit
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-
-from sidestream.measure.report import STATISTICS
-from sidestream.profiling.rounds import summarize
-from sidestream.tracking.drawing import COLORS
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
 
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ALL = (*PARTS, "cycle")
 EXCHANGE_BAR = 1.2  # most that our transfers may take over bare ones
-_COLORS = COLORS[:4]
+COLORS = CHARTS[:4]
+# Heads of the table's columns.
+WHERE = ("shape", "ranks", "routing")
+TIMES = ("dispatch", "combine", "combine'", "dispatch'", "cycle, ms", "q1 - q3", "ratio")
+BYTES = ("sent MB per rank", "metadata %", "bytes / necessary", "logical GB/s", "wire GB/s")
+BUFFERS = ("buffer rows", "needed", "lost %", "pinned MiB", "peak MiB")
 
 
 def all_rounds(arm: dict[str, Any], part: str) -> list[float]:
@@ -48,11 +49,13 @@ def add_statistics(record: dict[str, Any], *, against: str | None = None) -> Non
     base = arms[record["against"]]
     need = record["necessary_bytes"]
     for arm in arms.values():
-        arm["ratio"] = _ratio(arm, base)
+        arm["ratio"] = ratio(arm["ms"]["cycle"], base["ms"]["cycle"])
         arm["gbps"] = None if arm["kind"] != "dispatcher" else _gbps(arm, need)
         arm["bytes_over_necessary"] = _over_necessary(arm, need)
     record["exchange_over_bare"] = {
-        name.removeprefix("exchange of "): _ratio(arm, arms[name.replace("exchange", "bare", 1)])
+        name.removeprefix("exchange of "): ratio(
+            arm["ms"]["cycle"], arms[name.replace("exchange", "bare", 1)]["ms"]["cycle"]
+        )
         for name, arm in arms.items()
         if arm["kind"] == "exchange"
     }
@@ -67,10 +70,6 @@ def _summary(arm: dict[str, Any], part: str) -> dict[str, Any]:
         "cv": round(statistics.pstdev(values) / mean, 4),
         "start_medians": [round(median, 4) for median in medians],
     }
-
-
-def _ratio(arm: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    return {by: round(arm["ms"]["cycle"][by] / other["ms"]["cycle"][by], 4) for by in STATISTICS}
 
 
 def _gbps(arm: dict[str, Any], need: dict[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -93,57 +92,49 @@ def _over_necessary(arm: dict[str, Any], need: dict[str, Any]) -> dict[str, floa
     return {"rows": round(rows / need["cycle"], 4), "all": round((rows + metadata) / need["cycle"], 4)}
 
 
-def _title(record: dict[str, Any], precision: str) -> str:
-    routing = record["routing"]
-    return (
-        f"{record['shape']}: T={record['tokens']} H={record['hidden_size']} E={record['num_experts']} "
-        f"K={record['top_k']}, {precision}, {record['world_size']} rank(s), routing {routing['kind']}: load max/mean "
-        f"{routing['expert_max_over_mean']:.2f} per expert, {routing['rank_max_over_mean']:.2f} per rank"
+def table(records: Sequence[dict[str, Any]], *, title: str = "", kinds: Sequence[str] = ()) -> Table:
+    """The figures of shapes and routings, a row per arm; pairs are minimum / median.
+
+    Args:
+        kinds: Of arms; empty: all.
+    """
+    found = Table(
+        [*WHERE, Column("arm", code=True), "transport", *numbers(*TIMES, *BYTES, *BUFFERS)], title=title
     )
-
-
-def time_table(record: dict[str, Any], *, precision: str) -> Table:
-    """Milliseconds of one shape with one routing."""
-    out = Table(title=_title(record, precision), title_justify="left")
-    out.add_column("arm", no_wrap=True)
-    columns = ["dispatch", "combine", "combine'", "dispatch'", "cycle", "q1 - q3"]
-    for column in ["transport", *columns, f"x {record['against']}"]:
-        out.add_column(column, justify="right", no_wrap=True)
-    for name, arm in record["arms"].items():
-        cycle = arm["ms"]["cycle"]
-        out.add_row(
-            name,
-            arm["transport"] or "-",
-            *(_ms(arm["ms"][part]) for part in ALL),
-            f"{cycle['q1']:.1f} - {cycle['q3']:.1f}",
-            _pair(arm["ratio"]),
-            style="bold" if arm["kind"] == "dispatcher" else None,
-        )
-    return out
-
-
-def byte_table(record: dict[str, Any]) -> Table:
-    """Bytes and buffers of one shape with one routing."""
-    out = Table(title="bytes of the four exchanges, and buffers", title_justify="left")
-    out.add_column("arm", no_wrap=True)
-    columns = ["sent MB per rank", "metadata %", "x necessary", "logical GB/s", "wire GB/s", "buffer rows"]
-    for column in [*columns, "needed", "lost %", "pinned MiB", "peak MiB"]:
-        out.add_column(column, justify="right", no_wrap=True)
-    for name, arm in record["arms"].items():
-        if arm["kind"] == "dispatcher":
-            out.add_row(name, *_byte_cells(arm, record["world_size"]))
-    return out
+    for record in records:
+        for name, arm in record["arms"].items():
+            if kinds and arm["kind"] not in kinds:
+                continue
+            ms, cycle = arm["ms"], arm["ms"]["cycle"]
+            found.add(
+                record["shape"],
+                str(record["world_size"]),
+                record["routing"]["kind"],
+                name,
+                arm["transport"] or "-",
+                *(
+                    pair(ms[part], 2 if (at := ms[part]["median"]) < 10 else 1 if at < 100 else 0)
+                    for part in ALL
+                ),
+                f"{cycle['q1']:.1f} - {cycle['q3']:.1f}",
+                pair(arm["ratio"]),
+                *_byte_cells(arm, record["world_size"]),
+                strong=arm["kind"] == "dispatcher",
+            )
+    return found
 
 
 def _byte_cells(arm: dict[str, Any], world_size: int) -> list[str]:
+    """What was sent and kept; a floor only moves the rows of another arm."""
+    if arm["kind"] != "dispatcher":
+        return ["-"] * 10
     cells = ["not said", "-", "-"]
     if arm["bytes"] is not None:
         rows, metadata = (
             [sum(arm["bytes"][part][what][rank] for part in PARTS) for rank in range(world_size)]
             for what in ("rows", "metadata")
         )
-        total = sum(rows) + sum(metadata)
-        over = arm["bytes_over_necessary"]
+        total, over = sum(rows) + sum(metadata), arm["bytes_over_necessary"]
         cells = [
             " ".join(f"{(a + b) / 1e6:.2f}" for a, b in zip(rows, metadata)),
             f"{100 * sum(metadata) / total:.1f}" if total else "-",
@@ -151,27 +142,12 @@ def _byte_cells(arm: dict[str, Any], world_size: int) -> list[str]:
         ]
     speed, static, peak = arm["gbps"]["cycle"], arm["static"], arm["peak_memory_bytes"]
     cells += [f"{speed['logical']:.3g}", "-" if speed["wire"] is None else f"{speed['wire']:.3g}"]
-    cells.append(f"{static['budget_rows'] if static else arm['buffer_rows']}")
-    cells += (
-        [
-            str(static["needed_rows"]),
-            f"{100 * static['dropped_share']:.1f}",
-        ]
-        if static
-        else ["exact", "0"]
-    )
-    cells.append(f"{arm['pinned_bytes'] / 2**20:.1f}")
-    return [*cells, "?" if peak is None else f"{peak / 2**20:.1f}"]
-
-
-def _pair(values: dict[str, float]) -> str:
-    return f"{values['min']:.2f} / {values['median']:.2f}"
-
-
-def _ms(values: dict[str, float]) -> str:
-    """Minimum / median in milliseconds, with the digits that matter."""
-    digits = 2 if values["median"] < 10 else 1 if values["median"] < 100 else 0
-    return f"{values['min']:.{digits}f} / {values['median']:.{digits}f}"
+    if static:
+        lost = f"{100 * static['dropped_share']:.1f}"
+        cells += [str(static["budget_rows"]), str(static["needed_rows"]), lost]
+    else:
+        cells += [str(arm["buffer_rows"]), "exact", "0"]
+    return [*cells, f"{arm['pinned_bytes'] / 2**20:.1f}", "?" if peak is None else f"{peak / 2**20:.1f}"]
 
 
 def transports(result: dict[str, Any]) -> list[str]:
@@ -188,23 +164,29 @@ def transports(result: dict[str, Any]) -> list[str]:
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """All records, and how to read them."""
     for record in result["results"]:
-        console.print(time_table(record, precision=result["precision"]))
-        console.print(byte_table(record))
-        for name, reason in record["left_out"].items():
-            console.print(f"left out: {name}: {reason}", style="yellow", highlight=False)
-        for name, ratio in record["exchange_over_bare"].items():
-            verdict = "within" if ratio["median"] <= EXCHANGE_BAR else "ABOVE"
-            console.print(
-                f"exchange / bare of {name}: {_pair(ratio)}, {verdict} the bar of {EXCHANGE_BAR} (by median)",
-                highlight=False,
+        routing = record["routing"]
+        title = (
+            f"{record['shape']}: T={record['tokens']} H={record['hidden_size']} E={record['num_experts']} "
+            f"K={record['top_k']}, {result['precision']}, {record['world_size']} rank(s), routing {routing['kind']}: "
+            f"load max/mean {routing['expert_max_over_mean']:.2f} per expert, {routing['rank_max_over_mean']:.2f} per "
+            f"rank; ratio: of the cycle to {record['against']}"
+        )
+        table([record], title=title).without(*WHERE, *BYTES, *BUFFERS).show(console)
+        title = "bytes of the four exchanges, and buffers"
+        table([record], title=title, kinds=["dispatcher"]).without(*WHERE, "transport", *TIMES).show(console)
+        say_left_out(record["left_out"], console)
+        for name, over in record["exchange_over_bare"].items():
+            verdict = "within" if over["median"] <= EXCHANGE_BAR else "ABOVE"
+            say(
+                f"exchange / bare of {name}: {pair(over)}, {verdict} the bar of {EXCHANGE_BAR} (by median)",
+                console,
             )
     if len(mixed := transports(result)) > 1:
-        console.print(f"Transports differ between arms: {', '.join(mixed)}.", style="yellow")
-    before, after = result["load_average"]["before"][0], result["load_average"]["after"][0]
-    console.print(
+        say(f"Transports differ between arms: {', '.join(mixed)}.", console, style="yellow")
+    say(
         "Pairs are minimum / median in ms, slowest rank; combine' and dispatch' are the backward passes. An arm that "
-        f"loses routes does less work: do not compare it. Load average {before:.1f} before, {after:.1f} after.",
-        highlight=False,
+        f"loses routes does less work: do not compare it. {load(result)}",
+        console,
     )
 
 
@@ -214,90 +196,50 @@ def draw(result: dict[str, Any]) -> Figure:
     rows = [
         [r for r in result["results"] if (r["world_size"], r["routing"]["kind"]) == kind] for kind in kinds
     ]
-    columns = max(map(len, rows))
-    bars = max(len(record["arms"]) for row in rows for record in row)
-    figure, grid = plt.subplots(
-        len(rows),
-        columns,
-        figsize=(3.0 + 3.4 * columns, 0.9 + len(rows) * (0.9 + 0.28 * bars)),
-        layout="constrained",
-        squeeze=False,
-    )
-    for row, all_axes in zip(rows, grid):
-        for axes, record in zip(all_axes, row):
-            same = axes is not all_axes[0] and list(record["arms"]) == list(row[0]["arms"])
-            _draw_bars(axes, record, labels=not same)
-        for axes in all_axes[len(row) :]:
-            axes.axis("off")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     moved = ", ".join(transports(result)) or "none"
-    title = f"Dispatch and combine, both passes\n{result['device']}, transport {moved}, {result['precision']}"
-    figure.suptitle(title, fontsize=10)
-    return figure
+    return bars(
+        rows,
+        _draw,
+        names=lambda record: [name.replace(",dispatcher.", ",\n") for name in record["arms"]],
+        title=f"Dispatch and combine, both passes\n{result['device']}, transport {moved}, {result['precision']}",
+        width_in=3.4,
+        height_in=0.9 + 0.28 * max(len(record["arms"]) for row in rows for record in row),
+        legend=True,
+    )
 
 
-def _draw_bars(axes: Axes, record: dict[str, Any], *, labels: bool) -> None:
-    names, places = list(record["arms"]), range(len(record["arms"]))
-    arms = list(record["arms"].values())
+def _draw(axes: Axes, record: dict[str, Any]) -> None:
+    arms, places = list(record["arms"].values()), range(len(record["arms"]))
     left = [0.0] * len(arms)
-    for part, color in zip(PARTS, _COLORS):
+    for part, color in zip(PARTS, COLORS):
         width = [arm["ms"][part]["median"] for arm in arms]
-        bars = axes.barh(places, width, left=left, color=color, label=part.replace("_", " "))
-        for bar, arm in zip(bars, arms):
-            bar.set_edgecolor("white")
+        drawn = axes.barh(
+            places, width, left=left, color=color, edgecolor="white", label=part.replace("_", " ")
+        )
+        for bar, arm in zip(drawn, arms):
             bar.set_hatch("" if arm["kind"] == "dispatcher" else "//")
         left = [a + b for a, b in zip(left, width)]
     cycles = [arm["ms"]["cycle"]["median"] for arm in arms]
-    axes.plot(cycles, places, "k|", markersize=11, label="cycle in one go")
-    for place, arm in zip(places, arms):
-        static = arm["static"]
-        if static and static["dropped_share"]:
-            text = f" loses {100 * static['dropped_share']:.0f} %"
-            axes.annotate(
-                text, (max(left[place], cycles[place]), place), va="center", fontsize=7, color=COLORS[6]
-            )
+    tick(axes, cycles, label="cycle in one go")
+    for place, arm in enumerate(arms):
+        if arm["static"] and arm["static"]["dropped_share"]:
+            lost = f" loses {100 * arm['static']['dropped_share']:.0f} %"
+            axes.annotate(lost, (max(left[place], cycles[place]), place), va="center", color=CHARTS[6])
     axes.set_xlim(right=1.2 * max(*left, *cycles))
-    shown = [name.replace(",dispatcher.", ",\n") if labels else "" for name in names]
-    axes.set_yticks(places, shown)
-    axes.tick_params(labelsize=7)
-    axes.invert_yaxis()
-    kind = record["routing"]["kind"]
-    axes.set_title(f"{record['shape']}, {record['world_size']} rank(s), {kind}", fontsize=9)
-    axes.set_xlabel("ms (median)", fontsize=8)
-
-
-def save_picture(result: dict[str, Any], path: Path) -> None:
-    figure = draw(result)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.set_title(f"{record['shape']}, {record['world_size']} rank(s), {record['routing']['kind']}")
+    axes.set_xlabel("ms (median)")
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The table of a page, and the facts under it."""
-    columns = ["shape", "ranks", "routing", "arm", "transport", "cycle ms", "ratio", "bytes / necessary"]
-    columns += ["rows: budget / needed", "lost"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for record in result["results"]:
-        where = f"| {record['shape']} | {record['world_size']} | {record['routing']['kind']} "
-        for name, arm in record["arms"].items():
-            over, static = arm["bytes_over_necessary"], arm["static"]
-            cells = [
-                f"`{name}`" if arm["kind"] == "dispatcher" else name,
-                arm["transport"] or "-",
-                _ms(arm["ms"]["cycle"]),
-                _pair(arm["ratio"]),
-                f"{over['all']:.3f}" if over else "-",
-                f"{static['budget_rows']} / {static['needed_rows']}" if static else "-",
-                f"{100 * static['dropped_share']:.1f} %" if static else "-",
-            ]
-            lines.append(f"{where}| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"* {fact}." for fact in facts(result))])
+    hidden = (*TIMES[:4], "q1 - q3", *BYTES[:2], *BYTES[3:], *BUFFERS[3:])
+    shown = table(result["results"]).without(*hidden)
+    return page(shown, facts(result))
 
 
 def facts(result: dict[str, Any]) -> list[str]:
     """What a reader must know beside the figures."""
-    commit = str(result["commit"])[:12] + ("-dirty" if result["dirty"] else "")
+    commit = short_commit(f"{result['commit']}{'-dirty' if result['dirty'] else ''}")
     against = ", ".join(dict.fromkeys(f"`{record['against']}`" for record in result["results"]))
     floors = [
         f"{record['shape']} {record['routing']['kind']} `{name}` {ratio['median']:.2f}"

@@ -31,7 +31,8 @@ from sidestream.measure.peak_memory import peak_on
 from sidestream.parallel.mesh import build_parallel
 from sidestream.parallel.overflow import BudgetKeeper
 from sidestream.parallel.step import TrainingStep
-from sidestream.profiling.rounds import summarize, time_rounds
+from sidestream.profiling.rounds import time_rounds
+from sidestream.report.statistics import summarize
 
 VOCAB_SIZE = 256
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sidestream.measure.instrument import facts, page
 from sidestream.profiling.bench import BOTH
-from sidestream.tracking.markdown import notes, table
+from sidestream.report.table import Column, Table, numbers
 
 _SHARED = (
     "device", "world_size", "expert_parallel_size", "transport", "precision", "scope", "rounds", "warmup", "shape",
@@ -54,36 +55,23 @@ def _run(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table, and below it how it was made."""
-    columns = (
-        "schedule",
-        "compute",
-        "communication",
-        "serial, ms",
-        "overlapped, ms",
-        "E_hide",
-        "at most",
-        "reached",
-    )
-    rows: list[Sequence[str]] = []
+    """The table of a page, and the facts under it."""
+    figures = numbers("communication", "serial, ms", "overlapped, ms", "E_hide", "at most", "reached")
+    table = Table([Column("schedule", code=True), "compute", *figures])
     for run in result["runs"]:
-        cells = [
-            f"`{run['schedule']}`",
+        table.add(
+            run["schedule"],
             run["compute"],
             f"{run['comm_share']:.0%}",
-            f"{run['ms']['serial']:.0f}",
-            f"{run['ms']['overlapped']:.0f}",
-            f"{run['e_hide']:.2f}",
-            f"{run['bound']:.2f}",
-            f"{run['reached']:.2f}",
-        ]
-        rows.append(cells)
-    load = [run["load_before"] for run in result["runs"]]
-    facts = [
-        f"Command: `{result['command']}`",
-        f"Machine: {result['cpu']}, {result['world_size']} ranks, one thread and core a rank, torch "
-        f"{result['versions']['torch']}, {result['precision']}; load average {min(load):.1f} to {max(load):.1f}",
-        f"Commit `{result['commit'][:12]}{'-dirty' if result['dirty'] else ''}`; {result['rounds']} rounds",
-        "Emulated: the link (throttled); with compute `sleep` also the length of attention, feed-forward and experts",
-    ]
-    return "\n".join([*table(columns, rows), "", *notes(facts)])
+            *(f"{run['ms'][arm]:.0f}" for arm in ("serial", "overlapped")),
+            *(f"{run[name]:.2f}" for name in ("e_hide", "bound", "reached")),
+        )
+    loads = [run["load_before"] for run in result["runs"]]
+    said = facts(
+        result,
+        ranks=f"{result['world_size']} ranks, one thread and core a rank",
+        load_average=f"{min(loads):.1f} to {max(loads):.1f}",
+        measured=f"{result['rounds']} rounds",
+        emulated="the link (throttled); with compute `sleep` also the length of attention, feed-forward and experts",
+    )
+    return page(table, said)

@@ -32,8 +32,9 @@ from sidestream.parallel.world import join_world, leave_world
 from sidestream.profiling.bench import ARMS, BOTH, SHOWN, Bench, Measured
 from sidestream.profiling.figures import ratio, remarks
 from sidestream.profiling.picture import both_arms, save
-from sidestream.profiling.rounds import summarize
 from sidestream.profiling.work import StepWork, UnitWork, Work, unit_input
+from sidestream.report.statistics import summarize
+from sidestream.report.table import Table, numbers
 from sidestream.tracking.folder import RunFolder, write_json_atomic
 from sidestream.tracking.result import OverlapResult, RunResult
 
@@ -379,12 +380,18 @@ def _write(record: dict[str, Any], result: RunResult, *, out: Path, folder: Path
 def table(record: dict[str, Any]) -> list[str]:
     """The figures as lines of text."""
     lines = [*record["picture"]["title"], ""]
-    head = ["", "compute", "comm", "serial", "overlapped", "x", "E_hide", "at most", "E_comm", "exposed"]
-    lines.append("".join(f"{cell:>11}" for cell in head))
+    shares = {
+        "x": "speedup",
+        "E_hide": "e_hide",
+        "at most": "bound",
+        "E_comm": "e_comm",
+        "exposed": "exposed",
+    }
+    shown = Table(["", *numbers("compute", "comm", "serial", "overlapped", *shares)])
     for name, figures in record["passes"].items():
         times = [f"{figures['ms'][arm]['median']:.1f} ms" for arm in ARMS]
-        keys = ("speedup", "e_hide", "bound", "e_comm", "exposed")
-        lines.append("".join(f"{cell:>11}" for cell in [name, *times, *(ratio(figures[k]) for k in keys)]))
+        shown.add(name, *times, *(ratio(figures[key]) for key in shares.values()))
+    lines += shown.plain().splitlines()
     last = list(record["passes"].values())[-1]
     spread = last["e_hide_rounds"]
     if spread is not None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.config.layout import Layout
+from sidestream.launch import phase
 from sidestream.launch.processes import PARENT, kill_group
 from sidestream.launch.scratch import scratch
+from sidestream.launch.silence import Silence
 from sidestream.launch.supervisor import import_path, rank_environment
 from sidestream.tracking.folder import write_json_atomic
 
@@ -66,22 +68,45 @@ def run_ranks(
             )
             stack.callback(kill_group, process)
             processes.append(process)
-        _wait(processes)
+        if given_up := _wait(processes, folder):
+            raise Failed(given_up)
         codes = [process.poll() for process in processes]
         if any(codes):
             raise Failed(_explain(folder, codes))
         return json.loads((folder / "records.json").read_text(encoding="utf-8"))
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Return when all have ended, or a moment after the first has failed."""
-    deadline = float("inf")
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
-        if time.monotonic() > deadline:
-            return
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> str:
+    """Return when all have ended, a moment after the first has failed, or when the others have been silent too long.
+
+    Returns:
+        Which rank was given up, and where it was; empty if none was.
+    """
+    deadline, first_end = float("inf"), None
+
+    def running() -> list[int]:
+        return [rank for rank, process in enumerate(processes) if process.poll() is None]
+
+    silence = Silence(
+        lambda: {rank: phase.read(folder, rank) for rank in running()},
+        lambda: {rank: processes[rank].pid for rank in running()},
+    )
+    while left := running():
+        now = time.monotonic()
+        codes = [process.returncode for process in processes]
+        if any(codes):
+            deadline = min(deadline, now + _SECONDS_AFTER_FAILURE)
+        elif 0 in codes:
+            first_end = first_end or now
+        silence.look()
+        if now > deadline:
+            return ""
+        if deadline == float("inf") and silence.too_long(first_end=first_end):
+            rank = (silence.culprits() or left)[0]
+            how = "stopped by a signal" if rank in silence.stopped else "no sign of life"
+            return f"rank {rank}: {how} for {silence.seconds:.0f} s, in: {phase.read(folder, rank)}; ended"
         time.sleep(_POLL_SECONDS)
+    return ""
 
 
 def _explain(folder: Path, codes: list[int | None]) -> str:

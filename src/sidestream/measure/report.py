@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
+from sidestream.measure.instrument import (
+    STATISTICS,
+    bars,
+    facts,
+    load,
+    page,
+    pair,
+    ratio,
+    say_left_out,
+    tick,
+)
+from sidestream.report import charts
+from sidestream.report.statistics import summarize
+from sidestream.report.table import Column, Table, numbers, say
 
-matplotlib.use("Agg")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
 
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-
-from sidestream.profiling.rounds import summarize
-from sidestream.tracking import drawing
-
-COLORS = {"sidestream": drawing.COLORS[0], "peer": drawing.COLORS[1], "dense": drawing.NEUTRAL}
+COLORS = {"sidestream": charts.COLORS[0], "peer": charts.COLORS[1], "dense": charts.NEUTRAL}
 PASSES = ("forward", "forward_backward")
-STATISTICS = ("min", "median")
 ADDED = ("forward_ms", "forward_backward_ms", "ratio_to_dense", "ratio_to_fastest_peer")
 
 
@@ -38,8 +43,9 @@ def add_statistics(record: dict[str, Any], *, against: Sequence[str] = ()) -> No
     arms = record["arms"]
     record["fastest_peer"] = _compare(arms, rounds="rounds_ms")
     for arm in arms.values():
+        times = arm["forward_backward_ms"]
         arm["ratio_to"] = {
-            name: _ratio(arm, dict.fromkeys(STATISTICS, arms[name])) if name in arms else None
+            name: ratio(times, arms[name]["forward_backward_ms"]) if name in arms else None
             for name in against
         }
     if all(arm["frozen_rounds_ms"] is not None for arm in arms.values()):
@@ -53,144 +59,118 @@ def _compare(arms: dict[str, dict[str, Any]], *, rounds: str) -> dict[str, str] 
     for arm in arms.values():
         for part in PASSES:
             arm[f"{part}_ms"] = summarize(arm[rounds][part])
+    both = {name: arm["forward_backward_ms"] for name, arm in arms.items()}
     peers = [name for name, arm in arms.items() if arm["kind"] == "peer"]
-    fastest = None
-    if peers:
-        fastest = {
-            by: min(peers, key=lambda name: arms[name]["forward_backward_ms"][by]) for by in STATISTICS
-        }
-    for arm in arms.values():
-        arm["ratio_to_dense"] = _ratio(arm, dict.fromkeys(STATISTICS, arms["dense"]))
-        arm["ratio_to_fastest_peer"] = fastest and _ratio(arm, {by: arms[fastest[by]] for by in STATISTICS})
+    fastest = {by: min(peers, key=lambda name: both[name][by]) for by in STATISTICS} if peers else None
+    best = {by: both[name][by] for by, name in fastest.items()} if fastest else None
+    for name, arm in arms.items():
+        arm["ratio_to_dense"] = ratio(both[name], both["dense"])
+        arm["ratio_to_fastest_peer"] = best and ratio(both[name], best)
     return fastest
 
 
-def _ratio(arm: dict[str, Any], other: dict[str, dict[str, Any]]) -> dict[str, float]:
-    times = arm["forward_backward_ms"]
-    return {by: round(times[by] / peer["forward_backward_ms"][by], 4) for by, peer in other.items()}
+def table(records: Sequence[dict[str, Any]], *, against: Sequence[str], title: str = "") -> Table:
+    """The figures of shapes, a row per arm; pairs are minimum / median.
 
-
-def table(record: dict[str, Any], *, precision: str, peers: str) -> Table:
-    """The figures of one shape."""
-    routing = record["routing"]
-    title = (
-        f"{record['shape']}: T={record['tokens']} D={record['hidden_size']} F={record['expert_hidden_size']} "
-        f"E={record['num_experts']} K={record['top_k']}, {precision}, {record['world_size']} rank(s), "
-        f"load max/mean {routing['expert_max_over_mean']:.2f}, peers={peers}"
+    Args:
+        against: What the ratios to `ratio_to` are called.
+    """
+    every = [arm for record in records for arm in record["arms"].values()]
+    frozen = any("frozen" in arm for arm in every)
+    found = Table(
+        [
+            "shape",
+            "ranks",
+            Column("arm", code=True),
+            *numbers("fwd ms", "fwd+bwd ms", "q1 - q3", "x dense", "x fastest peer"),
+            *numbers(*(f"x {name}" for name in against)),
+            *numbers(*(["frozen fwd+bwd"] if frozen else []), "peak MiB", "sent MB"),
+        ],
+        title=title,
     )
-    frozen = any("frozen" in arm for arm in record["arms"].values())
-    out = Table(title=title, title_justify="left")
-    out.add_column("arm", no_wrap=True)
-    against = next(iter(record["arms"].values())).get("ratio_to", {})
-    columns = [
-        "fwd ms",
-        "fwd+bwd ms",
-        "q1 - q3",
-        "x dense",
-        "x fastest peer",
-        *(f"x ({n})" for n in range(1, 1 + len(against))),
-    ]
-    for column in [*columns, *(["frozen fwd+bwd"] if frozen else []), "peak MiB", "sent MB"]:
-        out.add_column(column, justify="right", no_wrap=True)
-    for name, arm in record["arms"].items():
-        both, peak = arm["forward_backward_ms"], arm["peak_memory_bytes"]
-        row = [
-            _pair(arm["forward_ms"], digits=1),
-            _pair(both, digits=1),
-            f"{both['q1']:.1f} - {both['q3']:.1f}",
-            _pair(arm["ratio_to_dense"]),
-            _pair(arm["ratio_to_fastest_peer"]),
-            *(_pair(arm["ratio_to"][name]) for name in against),
-        ]
-        if frozen:
-            row.append(_pair(arm["frozen"]["forward_backward_ms"], digits=1))
-        row += ["?" if peak is None else f"{peak / 2**20:.0f}", f"{arm['bytes_on_wire'] / 1e6:.1f}"]
-        out.add_row(name, *row, style="bold" if arm["kind"] == "sidestream" else None)
-    return out
-
-
-def _pair(values: dict[str, float] | None, *, digits: int = 2) -> str:
-    return "-" if values is None else f"{values['min']:.{digits}f} / {values['median']:.{digits}f}"
+    for record in records:
+        for name, arm in record["arms"].items():
+            both, peak = arm["forward_backward_ms"], arm["peak_memory_bytes"]
+            found.add(
+                record["shape"],
+                str(record["world_size"]),
+                name,
+                pair(arm["forward_ms"], 1),
+                pair(both, 1),
+                f"{both['q1']:.1f} - {both['q3']:.1f}",
+                *(pair(arm[f"ratio_to_{other}"]) for other in ("dense", "fastest_peer")),
+                *(pair(value) for value in arm.get("ratio_to", {}).values()),
+                *([pair(arm["frozen"]["forward_backward_ms"], 1)] if frozen else []),
+                "?" if peak is None else f"{peak / 2**20:.0f}",
+                f"{arm['bytes_on_wire'] / 1e6:.1f}",
+                strong=arm["kind"] == "sidestream",
+            )
+    return found
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """All shapes, and how to read them."""
+    peers = ", ".join(result["peers"]) or "none"
     for record in result["results"]:
-        console.print(
-            table(record, precision=result["precision"], peers=", ".join(result["peers"]) or "none")
+        title = (
+            f"{record['shape']}: T={record['tokens']} D={record['hidden_size']} F={record['expert_hidden_size']} "
+            f"E={record['num_experts']} K={record['top_k']}, {result['precision']}, {record['world_size']} rank(s), "
+            f"load max/mean {record['routing']['expert_max_over_mean']:.2f}, peers={peers}"
         )
-        for number, name in enumerate(next(iter(record["arms"].values())).get("ratio_to", {}), 1):
-            absent = "" if name in record["arms"] else ", which is not there"
-            console.print(f"({number}) is {name}{absent}", highlight=False)
-        for name, reason in record["left_out"].items():
-            console.print(f"left out: {name}: {reason}", style="yellow", highlight=False)
+        names = list(next(iter(record["arms"].values())).get("ratio_to", {}))
+        numbers = [f"({number})" for number in range(1, 1 + len(names))]
+        table([record], against=numbers, title=title).without("shape", "ranks").show(console)
+        for number, name in zip(numbers, names):
+            say(f"{number} is {name}{'' if name in record['arms'] else ', which is not there'}", console)
+        say_left_out(record["left_out"], console)
         for name, arm in record["arms"].items():
             if static := arm.get("static"):
-                console.print(
+                line = (
                     f"{name}: {static['budget_rows']} rows per rank, at most {static['needed_rows']} needed, "
-                    f"{static['dropped_routes']} routes lost in all rounds",
-                    highlight=False,
+                    f"{static['dropped_routes']} routes lost in all rounds"
                 )
-    for name, reason in result["peers_left_out"].items():
-        console.print(f"left out: {name}: {reason}", style="yellow", highlight=False)
-    before, after = result["load_average"]["before"][0], result["load_average"]["after"][0]
-    console.print(
+                say(line, console)
+    say_left_out(result["peers_left_out"], console)
+    line = (
         f"Pairs are minimum / median over {result['rounds']} rounds with fresh routing, slowest rank; ratios are of "
-        f"fwd+bwd. Load average {before:.1f} before, {after:.1f} after. Only ratios within one run mean anything.",
-        highlight=False,
+        f"fwd+bwd. {load(result)} Only ratios within one run mean anything."
     )
+    say(line, console)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of a page: forward + backward as ratios, and the facts under it."""
+    against = [f"`{name}`" for name in result.get("against", [])]
+    whole = table(result["results"], against=against)
+    whole.rows = [row for row in whole.rows if row.cells[2].text != "dense"]
+    shown = whole.without("fwd ms", "fwd+bwd ms", "q1 - q3", "frozen fwd+bwd", "sent MB")
+    said = facts(result, measured=f"{result['rounds']} rounds", emulated="; ".join(result["emulated"]))
+    return page(shown, said)
 
 
 def draw(result: dict[str, Any]) -> Figure:
     """Bars of forward + backward over `dense`, by minimum, a row per number of ranks; a tick marks the median."""
     worlds = sorted({record["world_size"] for record in result["results"]})
-    rows = [[r for r in result["results"] if r["world_size"] == world] for world in worlds]
-    columns = max(map(len, rows))
-    figure, grid = plt.subplots(
-        len(rows),
-        columns,
-        figsize=(2.2 + 2.6 * columns, 0.4 + 3.2 * len(rows)),
-        layout="constrained",
-        squeeze=False,
+    return bars(
+        [[record for record in result["results"] if record["world_size"] == world] for world in worlds],
+        _draw,
+        names=lambda record: [name for name in record["arms"] if name != "dense"],
+        title=f"One MoE layer, forward + backward, {result['precision']}: minimum (bar), median (tick)",
+        width_in=2.6,
+        height_in=3.2,
     )
-    for row, all_axes in zip(rows, grid):
-        for axes, record in zip(all_axes, row):
-            _draw_bars(
-                axes, record, labels=axes is all_axes[0] or list(record["arms"]) != list(row[0]["arms"])
-            )
-        for axes in all_axes[len(row) :]:
-            axes.axis("off")
-    figure.suptitle(
-        f"One MoE layer, forward + backward, {result['precision']}: minimum (bar), median (tick)", fontsize=10
-    )
-    return figure
 
 
-def _draw_bars(axes: Axes, record: dict[str, Any], *, labels: bool) -> None:
-    names = [name for name in record["arms"] if name != "dense"]
-    arms = [record["arms"][name] for name in names]
-    places = range(len(names))
+def _draw(axes: Axes, record: dict[str, Any]) -> None:
+    arms = [arm for name, arm in record["arms"].items() if name != "dense"]
     ratios = [arm["ratio_to_dense"]["min"] for arm in arms]
-    axes.barh(places, ratios, color=[COLORS[arm["kind"]] for arm in arms])
-    axes.plot([arm["ratio_to_dense"]["median"] for arm in arms], places, "k|", markersize=12)
-    for place, ratio in zip(places, ratios):
-        axes.annotate(
-            f"{ratio:.2f}",
-            (0, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            color="white",
-            fontsize=8,
+    axes.barh(range(len(arms)), ratios, color=[COLORS[arm["kind"]] for arm in arms])
+    tick(axes, [arm["ratio_to_dense"]["median"] for arm in arms])
+    for place, shown in enumerate(ratios):
+        text = axes.annotate(
+            f"{shown:.2f}", (0, place), xytext=(4, 0), textcoords="offset points", va="center"
         )
+        text.set_color("white")
     axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
-    axes.set_yticks(places, names if labels else [""] * len(names), fontsize=8)
-    axes.invert_yaxis()
-    axes.set_title(f"{record['shape']}, {record['world_size']} rank(s)", fontsize=9)
-    axes.set_xlabel("time / dense", fontsize=8)
-
-
-def save_picture(result: dict[str, Any], path: Path) -> None:
-    figure = draw(result)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.set_title(f"{record['shape']}, {record['world_size']} rank(s)")
+    axes.set_xlabel("time / dense")

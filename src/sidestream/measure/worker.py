@@ -13,9 +13,11 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+from sidestream import matplotlibrc
+from sidestream.launch import phase
 from sidestream.launch.allocator import keep_freed_memory
 from sidestream.launch.processes import die_with_parent
-from sidestream.launch.worker import RankEnv, available_cores
+from sidestream.launch.worker import RankEnv, available_cores, say_phase
 from sidestream.tracking.folder import write_json_atomic
 
 
@@ -30,11 +32,15 @@ def pin(env: RankEnv) -> bool:
 
 def main() -> int:
     die_with_parent(signal.SIGKILL)
+    matplotlibrc.ignore()
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     folder = parser.parse_args().folder
     plain = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     env = RankEnv.from_environ()
+    timeout = plain.pop("timeout_s", 300)
+    say_phase(env)
+    phase.set_timeout(timeout)
     pinned = pin(env)
     kept = plain.pop("malloc") == "keep" and keep_freed_memory()
     # Peers talk a lot while they are imported.
@@ -47,12 +53,15 @@ def main() -> int:
 
     module = importlib.import_module(plain.pop("module"))
     torch.set_num_threads(1)
-    join_world(env, torch.device("cpu"), timeout=timedelta(seconds=plain.pop("timeout_s", 300)))
+    phase.enter(phase.MEETING)
+    join_world(env, torch.device("cpu"), timeout=timedelta(seconds=timeout))
+    phase.enter(phase.MEASURING)
     try:
         records = module.run_plain(plain, say=print if env.rank == 0 else lambda _: None)
     except (ValueError, NotImplementedError) as error:
         (folder / f"error{env.rank}").write_text(str(error), encoding="utf-8")
         return 1
+    phase.enter(phase.LEAVING)
     leave_world()
     if env.rank == 0:
         write_json_atomic(

@@ -24,7 +24,7 @@ class Schedule:
         delay_wgrad: The experts' weight gradients are computed while the reverse dispatch travels.
 
     Attributes:
-        name: Of the option.
+        name: The option's name, such as `chunked`.
         changes_model: It computes another function than `overlap=none`.
         function: Names the function; a checkpoint is loaded only under a schedule with the same.
         double_gating: Every token is routed twice.
@@ -65,7 +65,7 @@ class Schedule:
 
 
 def completed(own: Any) -> Schedule:
-    """A schedule of a user's that is not derived from `Schedule`: what it does not say is as there."""
+    """Gives a user's schedule that is not derived from `Schedule` what that class says, where it says nothing."""
     for name, value in vars(Schedule).items():
         if not name.startswith("_") and not hasattr(own, name):
             setattr(own, name, MethodType(value, own) if callable(value) else value)

@@ -20,11 +20,11 @@ class Context(Protocol):
 
     @property
     def before(self) -> Context | None:
-        """Of the dense block in front, where the unit runs it."""
+        """The context for the dense block in front, where the unit runs it."""
         ...
 
     def halves(self, num_sequences: int) -> tuple[Context, Context]:
-        """Of the first and the second half of the sequences."""
+        """The contexts of the first and the second half of the sequences."""
         ...
 
 
@@ -81,12 +81,12 @@ class Unit(Protocol):
 
     @property
     def norm(self) -> Callable[[Tensor], Tensor]:
-        """In front of the MoE layer."""
+        """The norm in front of the MoE layer."""
         ...
 
     @property
     def dropout(self) -> Callable[[Tensor], Tensor]:
-        """Behind it."""
+        """The dropout behind the MoE layer."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,31 +18,38 @@ def _digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
-def check_replicas(model: nn.Module, parallel: Parallel) -> None:
-    """Raise if a parameter or buffer differs between ranks that must hold the same values.
+def differing(tensors: Mapping[str, Tensor], parallel: Parallel) -> list[str]:
+    """Names of the tensors that differ between ranks that must hold the same values. Collective.
 
-    Dense parameters and buffers are compared over all ranks, expert shards over their `edp` group. Collective.
+    Args:
+        tensors: Compared over all ranks, shards of experts over their `edp` group; the same names on every rank.
+    """
+    found: list[str] = []
+    for experts, group in ((False, parallel.dp_group), (True, parallel.edp_group)):
+        mine = {name: t.detach() for name, t in tensors.items() if is_expert(t) == experts}
+        if dist.get_world_size(group) == 1 or not mine:
+            continue
+        device = local(next(iter(mine.values()))).device
+        digests = torch.tensor([_digest(t) for t in mine.values()], dtype=torch.int64, device=device)
+        lowest, highest = digests.clone(), digests.clone()
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        names = list(mine)
+        found += [names[place] for place in (lowest != highest).nonzero().flatten().tolist()]
+    return found
+
+
+def check_replicas(model: nn.Module, parallel: Parallel) -> None:
+    """Raise if a parameter or buffer differs between ranks that must hold the same values. Collective.
 
     Raises:
         RuntimeError: On every rank of the group, naming the first tensor that differs.
     """
-    for experts, group in ((False, parallel.dp_group), (True, parallel.edp_group)):
-        named = [*model.named_parameters(), *model.named_buffers()]
-        mine = [(name, t) for name, t in named if is_expert(t) == experts]
-        if dist.get_world_size(group) == 1 or not mine:
-            continue
-        device = local(mine[0][1].detach()).device
-        digests = torch.tensor([_digest(t) for _, t in mine], dtype=torch.int64, device=device)
-        lowest, highest = digests.clone(), digests.clone()
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        differing = (lowest != highest).nonzero().flatten().tolist()
-        if differing:
-            name = mine[differing[0]][0]
-            raise RuntimeError(
-                f"{len(differing)} tensors differ between ranks that must hold equal copies, first: {name}. "
-                "Every rank must build the model from the same seed and config."
-            )
+    if found := differing({**dict(model.named_parameters()), **dict(model.named_buffers())}, parallel):
+        raise RuntimeError(
+            f"{len(found)} tensors differ between ranks that must hold equal copies, first: {found[0]}. "
+            "Every rank must build the model from the same seed and config."
+        )
 
 
 def check_equal(what: str, value: str, parallel: Parallel) -> None:

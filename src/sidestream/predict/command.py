@@ -19,8 +19,8 @@ from sidestream.launch import arguments
 from sidestream.predict.picture import draw
 from sidestream.predict.predict import Prediction, predict
 from sidestream.predict.report import record, same_figures, text
+from sidestream.report.table import Column, Table
 from sidestream.tracking.folder import write_json_atomic
-from sidestream.tracking.markdown import table
 
 SHORT = "expert_parallel_size="
 GROUPS = ("cluster", "model", "dispatcher", "overlap", "fusion", "graph", "strategy", "link")
@@ -95,7 +95,7 @@ class TableOfSweep(Callback):
 def sweep_table(jobs: list[dict[str, Any]]) -> str:
     """The jobs that were predicted, side by side, and under them which dispatchers have the same figures."""
     columns = (
-        "job",
+        Column("job", code=True),
         "step, ms",
         "tokens/s per GPU",
         "TFLOP/s per GPU",
@@ -106,13 +106,13 @@ def sweep_table(jobs: list[dict[str, Any]]) -> str:
     rows = []
     for job in jobs:
         if "refused" in job:
-            rows.append((f"`{job['job']}`", "refused", *("" for _ in columns[2:])))
+            rows.append((job["job"], "refused", *("" for _ in columns[2:])))
             continue
         found: Prediction = job["found"]
         step = found.step
         rows.append(
             (
-                f"`{job['job']}`",
+                job["job"],
                 f"{1e3 * step.seconds:.1f}",
                 f"{step.tokens_per_second_per_gpu:.0f}",
                 f"{step.flops_per_gpu / 1e12:.0f}",
@@ -122,4 +122,4 @@ def sweep_table(jobs: list[dict[str, Any]]) -> str:
             )
         )
     alike = dict.fromkeys(job["alike"] for job in jobs if job.get("alike"))
-    return "\n".join([*table(columns, rows), *alike])
+    return "\n".join([Table(columns, rows).markdown(), *alike])

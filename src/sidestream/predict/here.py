@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sidestream.config.compatibility import check
 from sidestream.config.errors import ConfigError
-from sidestream.config.keys import CONF
 from sidestream.config.layout import Layout
+from sidestream.config.place import CONF
 from sidestream.model.config import shape_from
 from sidestream.predict.job import Job
 from sidestream.predict.layer import Mover

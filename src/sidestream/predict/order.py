@@ -32,10 +32,10 @@ class Entry:
     """One entry of a forward pass through a unit.
 
     Attributes:
-        kind: `part`: work. `start`, `wait`: of a transfer.
+        kind: `part` is work; `start` and `wait` are those of a transfer.
         name: attention, attention_before, feed_forward, router, experts, weight_gradients, shared, shared_up or
             shared_down; dispatch.counts, dispatch or combine.
-        share: Of the unit's tokens that it is about.
+        share: Share of the unit's tokens that it is about.
         transfer: Number of the transfer, in the order of the starts; -1 for work.
     """
 

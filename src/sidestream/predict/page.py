@@ -9,7 +9,7 @@ from typing import Any
 from sidestream.predict import residuals
 from sidestream.predict.measured import CALIBRATED_AT
 from sidestream.predict.residuals import Residual, largest_error, mean_error
-from sidestream.tracking.markdown import table
+from sidestream.report.table import Column, Markdown, Table
 
 TITLES = {
     "flops": "FLOP per token, forward and backward",
@@ -45,8 +45,8 @@ def markdown() -> list[str]:
         )
         for name, of_table in tables.items()
     ]
-    lines = table(("against", "rows", "mean error", "largest"), summary)
-    lines += [
+    lines = [
+        Table(("against", "rows", "mean error", "largest"), summary).markdown(),
         "",
         _left_out(written["left_out"]),
         "",
@@ -56,7 +56,7 @@ def markdown() -> list[str]:
     ]
     for name, of_table in tables.items():
         lines += ["", "<details>", f"<summary>{TITLES[name]}: all rows</summary>", ""]
-        lines += table(("row", "published", "predicted", "error"), [_row(row) for row in of_table])
+        lines += [Table(("row", "published", "predicted", "error"), map(_row, of_table)).markdown()]
         lines += ["", "</details>"]
     return lines
 
@@ -98,13 +98,13 @@ def _cpu(written: dict[str, Any], tables: dict[str, list[Residual]]) -> str:
     )
 
 
-def recipes() -> list[str]:
+def recipes() -> str:
     """The table of recipes."""
     rows = [
         (
-            f"`{one['name']}`",
+            one["name"],
             one["machine"],
-            f"`{one['dispatcher']}`: {one['why']}",
+            Markdown(f"`{one['dispatcher']}`: {one['why']}"),
             f"{one['published']:,.0f}",
             f"{one['predicted']:,.0f} ({one['predicted'] / one['published'] - 1:+.0%})",
             one["source"],
@@ -112,11 +112,11 @@ def recipes() -> list[str]:
         for one in json.loads(residuals.FILE.read_text(encoding="utf-8"))["recipes"]
     ]
     columns = (
-        "recipe",
+        Column("recipe", code=True),
         "machine",
         "dispatcher, and why",
         "tokens/s per GPU, published",
         "predicted",
         "source",
     )
-    return table(columns, rows)
+    return Table(columns, rows).markdown()

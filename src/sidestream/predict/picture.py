@@ -11,7 +11,7 @@ from sidestream.predict.cluster import Cluster
 from sidestream.predict.job import Job
 from sidestream.predict.read import Asked
 from sidestream.predict.step import unit_of, unit_passes
-from sidestream.tracking.drawing import NEUTRAL, look, new_figure, plain_text
+from sidestream.report.charts import NEUTRAL, look, new_figure, styled
 
 SHARES = tuple(share / 100 for share in range(5, 76, 5))
 SLOWEST, FASTEST = 1e-4, 1e4  # of the links, in what they are
@@ -103,7 +103,7 @@ def _with_links(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, fast_link=cluster.fast_link * factor, slow_link=slow)
 
 
-@plain_text
+@styled
 def draw(asked: Asked, path: Path, *, title: str) -> None:
     """Write the picture; its file appears whole."""
     from matplotlib.ticker import PercentFormatter
@@ -117,7 +117,6 @@ def draw(asked: Asked, path: Path, *, title: str) -> None:
         for number, line in enumerate(lines):
             axis.plot(line.at, line.speedup, markersize=4, label=line.name, **look(number))
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     sizes = expert_parallel_sizes(job)
     if sizes:
         left.set_xscale("log", base=2)
@@ -130,7 +129,7 @@ def draw(asked: Asked, path: Path, *, title: str) -> None:
     right.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     actual = _share(_plain(job), asked.cluster)
     right.axvline(actual, color="#cccccc", linewidth=6, alpha=0.5, zorder=0)
-    left.legend(frameon=False, loc="upper left")
+    left.legend(loc="upper left")
     figure.suptitle(title, fontsize=10)
     told = "Grey: as asked. A bound of each schedule, less what transfers take from compute."
     figure.supxlabel(told, fontsize=8, color="#555555")

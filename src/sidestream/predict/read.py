@@ -15,9 +15,10 @@ from sidestream.config.construct import construct
 from sidestream.config.errors import ConfigError
 from sidestream.config.fusion_check import is_mega
 from sidestream.config.graph_check import is_step
-from sidestream.config.keys import CONF, check_keys
+from sidestream.config.keys import check_keys
 from sidestream.config.layout import Layout
 from sidestream.config.overlap_check import check_overlap
+from sidestream.config.place import CONF
 from sidestream.config.predict_check import check_prediction
 from sidestream.model.config import shape_from
 from sidestream.predict.cluster import Cluster, Math

@@ -9,6 +9,7 @@ from sidestream.model.account import account
 from sidestream.predict.layer import Seconds
 from sidestream.predict.predict import Prediction, link_of
 from sidestream.predict.residuals import Residual
+from sidestream.report.table import Table, numbers
 
 SCHEMA_VERSION = 1
 NAMES = {
@@ -44,21 +45,18 @@ def same_figures(choices: dict[str, str]) -> str:
 
 def text(found: Prediction, *, choices: dict[str, str]) -> str:
     """The page that `predict.py` prints."""
-    blocks = [
-        _head(found, choices),
-        _layer(found),
-        _unit(found),
-        _step(found),
-        _memory(found),
-        _verdict(found, choices),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks)
+    return "\n\n".join(
+        [
+            "\n".join(_head(found, choices)),
+            *(table.plain() for table in tables(found)),
+            "\n".join(_verdict(found, choices)),
+        ]
+    )
 
 
 def _head(found: Prediction, choices: dict[str, str]) -> list[str]:
     asked, job, cluster = found.asked, found.asked.job, found.asked.cluster
     counted = account(job.shape, top_k=job.routes.top_k, seq_length=job.seq_length)
-    unit = "GPUs" if cluster.kind == "gpu" else "ranks"
     groups = (
         "" if job.routes.num_groups == 1 else f" in {job.routes.top_groups} of {job.routes.num_groups} groups"
     )
@@ -67,73 +65,74 @@ def _head(found: Prediction, choices: dict[str, str]) -> list[str]:
         if job.pipeline_stages == 1
         else f", {job.pipeline_stages} pipeline stages of {job.virtual_stages} parts"
     )
+    chosen = [
+        f"{group}={choices[group]}"
+        for group in ("dispatcher", "overlap", "fusion", "graph")
+        if group in choices
+    ]
     return [
-        f"cluster  {cluster.name}: {cluster.num_gpus} {unit}, {cluster.gpus_per_domain} to a domain",
+        f"cluster  {cluster.name}: {cluster.num_gpus} {'GPUs' if cluster.kind == 'gpu' else 'ranks'}, "
+        f"{cluster.gpus_per_domain} to a domain",
         f"model    {choices.get('model', '?')}: {counted.params_total / 1e9:.4g} B parameters, "
         f"{counted.params_active / 1e9:.3g} B active; top-{job.routes.top_k} of {job.routes.num_experts}{groups}; "
         f"{counted.flops_per_token / 1e9:.4g} GFLOP a token",
         f"layout   expert_parallel_size {job.expert_parallel_size}, copies of an expert "
         f"{job.expert_data_parallel_size}{stages}; {job.micro_batch_size} x {job.seq_length} tokens a micro-batch, "
         f"{job.micro_batches} a step; {job.math} products",
-        "choices  "
-        + " ".join(
-            f"{group}={choices[group]}"
-            for group in ("dispatcher", "overlap", "fusion", "graph")
-            if group in choices
-        )
-        + f" ({asked.job.mover.packing.replace('_', ' ')} packing, wire {job.dispatch_wire} / {job.combine_wire})",
+        f"choices  {' '.join(chosen)} ({asked.job.mover.packing.replace('_', ' ')} packing, wire {job.dispatch_wire} / "
+        f"{job.combine_wire})",
     ]
 
 
-def _layer(found: Prediction) -> list[str]:
-    forward, backward = found.step.layer
-    lines = ["one MoE layer, one part after another, ms      forward  backward"]
-    for name, words in NAMES.items():
-        lines.append(f"  {words:42} {_ms(getattr(forward, name)):>9} {_ms(getattr(backward, name)):>9}")
-    lines.append(f"  {'total':42} {_ms(forward.total):>9} {_ms(backward.total):>9}")
-    return lines
-
-
-def _unit(found: Prediction) -> list[str]:
-    unit, job = found.step.unit, found.asked.job
-    gain = f"{unit.serial / unit.seconds:.2f} x its serial run, E_hide {unit.e_hide:.2f}"
+def tables(found: Prediction) -> list[Table]:
+    """A layer, a unit under its schedule, a step, and the memory of a rank: name, figures, remark."""
+    job, unit, step, needed = found.asked.job, found.step.unit, found.step, found.memory
     name = job.schedule_name if not job.interleaved else "interleaved micro-batches"
+    gain = f"{unit.serial / unit.seconds:.2f} x its serial run, E_hide {unit.e_hide:.2f}"
+    parts = {words: [getattr(seconds, part) for seconds in step.layer] for part, words in NAMES.items()}
+    parts["total"] = [seconds.total for seconds in step.layer]
+    layer = Table(
+        ["", *numbers("forward", "backward")],
+        [(words, *map(_ms, both)) for words, both in parts.items()],
+        title="one MoE layer, one part after another, ms",
+    )
+    hidden = [("hidden by the schedule", "-" + _ms(step.hidden), "")] if step.hidden else []
+    exposed = (
+        f"exposed: dispatch and combine {step.exposed / step.seconds:.1%}, gradients and spread weights "
+        f"{step.reduction / step.seconds:.1%}"
+    )
+    peak = f"{found.peak_share:.0%} of the {job.math} peak"
+    sizes = {item.name: getattr(needed, item.name) for item in fields(needed) if item.name != "available"}
     return [
-        f"one MoE unit under overlap={name}, forward and backward, ms",
-        f"  {'compute':42} {_ms(unit.compute):>9}",
-        f"  {'dispatch and combine':42} {_ms(unit.communication):>9}",
-        f"  {'serial':42} {_ms(unit.serial):>9}",
-        f"  {'scheduled':42} {_ms(unit.seconds):>9}   {gain}",
-        f"  {'exposed':42} {_ms(unit.exposed):>9}",
+        layer,
+        Table(
+            ["", *numbers(""), ""],
+            [
+                ("compute", _ms(unit.compute), ""),
+                ("dispatch and combine", _ms(unit.communication), ""),
+                ("serial", _ms(unit.serial), ""),
+                ("scheduled", _ms(unit.seconds), gain),
+                ("exposed", _ms(unit.exposed), ""),
+            ],
+            title=f"one MoE unit under overlap={name}, forward and backward, ms",
+        ),
+        Table(
+            ["", *numbers(""), ""],
+            [
+                *((part.name, _ms(part.seconds), "") for part in step.parts if part.seconds),
+                *hidden,
+                ("step", _ms(step.seconds), exposed),
+                ("tokens/s per GPU", f"{step.tokens_per_second_per_gpu:,.0f}", ""),
+                ("TFLOP/s per GPU", f"{step.flops_per_gpu / 1e12:.4g}", peak),
+            ],
+            title="one step, ms",
+        ),
+        Table(
+            ["", *numbers("")],
+            [(part, f"{size / 1e9:.4g}") for part, size in {**sizes, "total": needed.total}.items()],
+            title=f"memory of a rank, GB of {needed.available / 1e9:.4g}",
+        ),
     ]
-
-
-def _step(found: Prediction) -> list[str]:
-    step = found.step
-    lines = ["one step, ms"]
-    for part in step.parts:
-        if part.seconds:
-            lines.append(f"  {part.name:42} {_ms(part.seconds):>9}")
-    if step.hidden:
-        lines.append(f"  {'hidden by the schedule':42} {'-' + _ms(step.hidden):>9}")
-    lines += [
-        f"  {'step':42} {_ms(step.seconds):>9}   exposed: dispatch and combine {step.exposed / step.seconds:.1%}, "
-        f"gradients and spread weights {step.reduction / step.seconds:.1%}",
-        f"  {'tokens/s per GPU':42} {step.tokens_per_second_per_gpu:>9,.0f}",
-        f"  {'TFLOP/s per GPU':42} {step.flops_per_gpu / 1e12:>9.4g}   {found.peak_share:.0%} of the "
-        f"{found.asked.job.math} peak",
-    ]
-    return lines
-
-
-def _memory(found: Prediction) -> list[str]:
-    needed = found.memory
-    lines = [f"memory of a rank, GB of {needed.available / 1e9:.4g}"]
-    for item in fields(needed):
-        if item.name != "available":
-            lines.append(f"  {item.name:42} {getattr(needed, item.name) / 1e9:>9.4g}")
-    lines.append(f"  {'total':42} {needed.total / 1e9:>9.4g}")
-    return lines
 
 
 def _verdict(found: Prediction, choices: dict[str, str]) -> list[str]:

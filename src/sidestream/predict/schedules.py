@@ -52,7 +52,7 @@ class Unit:
     """What a unit consists of, in seconds.
 
     Attributes:
-        attention, shared: Of the MoE block. `shared`: also its norm.
+        attention, shared: The MoE block's; `shared` with its norm.
         own_wire: `moe` with the machine's own transport, where `moe` has an emulated link. None: the same.
         before: Attention and feed-forward of the dense block in front, where the unit runs it.
         moe: The routed path, forward and backward.
@@ -66,7 +66,7 @@ class Unit:
 
     @property
     def parts(self) -> dict[str, Both]:
-        """By the names of the order of work, but for the routed path."""
+        """Seconds by the names of the order of work, but for the routed path."""
         return {
             "attention": self.attention,
             "attention_before": self.before[0],
@@ -82,7 +82,7 @@ class Pass:
     """One pass of a unit.
 
     Attributes:
-        seconds: As scheduled.
+        seconds: In the order of work that the schedule chooses.
         serial: Every transfer waited for where it starts.
         compute, communication: Either alone.
     """
@@ -119,7 +119,7 @@ class Work:
     Attributes:
         schedule: An overlap option.
         shape: The model.
-        sequences, seq_length, top_k: Of a forward pass of a rank; routes of a token.
+        sequences, seq_length, top_k: Sequences of a rank's forward pass, their tokens, routes per token.
         fused: Dispatch, experts and combine are one operation.
         interleaved: Share of the passes beside which one of another micro-batch runs, so that all compute may hide all
             transfers (Megatron-Core's `--overlap-moe-expert-parallel-comm`); 0: none. Training has no such schedule.

@@ -34,7 +34,7 @@ class OverlapReport:
         speedup: Serial over overlapped.
         contention: Time computed while exchanges were under way, over compute alone; 1 is undisturbed.
         bound: The largest E_hide that this schedule can reach with these parts, see `profiling.bound`.
-        reached: Of the time that this schedule can hide, the share that it did.
+        reached: Share of the time that this schedule can hide which it did hide.
     """
 
     t_comp: float

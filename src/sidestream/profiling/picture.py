@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sidestream.profiling.bench import ARMS, SHOWN, Measured
-from sidestream.profiling.rounds import summarize
 from sidestream.profiling.spans import COMPUTE, REST, WIRE, Bar
-from sidestream.tracking.drawing import COLORS, NEUTRAL
+from sidestream.report.charts import COLORS, NEUTRAL
+from sidestream.report.statistics import summarize
 from sidestream.tracking.folder import write_bytes_atomic
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def timeline(
     Args:
         ranks: Rank -> pass -> bars, in seconds since the pass began.
         passes: Names.
-        seconds: Of each pass, slowest rank; the next pass is put behind it.
+        seconds: Length of each pass, slowest rank; the next pass is put behind it.
     """
     begins = [sum(seconds[:number]) for number in range(len(passes))]
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,25 +26,14 @@ def order_of_round(num_arms: int, round_index: int, *, seed: int) -> list[int]:
 
 
 def median(seconds: Tensor) -> Tensor:
-    """Over the first axis, the rounds; of an even number the mean of the middle two (`Tensor.median` takes the lower).
+    """The median over the first axis, the rounds.
+
+    Of an even number it is the mean of the middle two, where `Tensor.median` takes the lower.
 
     Args:
         seconds: `[rounds, ...]`, floating point; the rest of the shape comes back.
     """
     return seconds.quantile(0.5, dim=0)
-
-
-def summarize(values: list[float]) -> dict[str, float]:
-    """Minimum, quartiles, median and maximum of a list of rounds."""
-    ordered = sorted(values)
-    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    return {
-        "min": ordered[0],
-        "q1": round(q1, 4),
-        "median": round(statistics.median(ordered), 4),
-        "q3": round(q3, 4),
-        "max": ordered[-1],
-    }
 
 
 def barrier() -> None:
@@ -62,7 +50,7 @@ def finish_device(device: torch.device) -> None:
 def timed(part: Callable[[], object], device: torch.device) -> float:
     """Seconds of this rank from a barrier until `part` and all it has issued to the device is done.
 
-    By the host's clock with the device idle at both ends: nothing that a library puts on a stream of its own is
+    Timed by the host's clock with the device idle at both ends: nothing that a library puts on a stream of its own is
     missed, at the price of one launch and one synchronisation, the same for every arm.
     """
     barrier()

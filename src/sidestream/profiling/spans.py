@@ -32,9 +32,9 @@ class PassTrace:
     """What was recorded of one pass on one rank. Times in `time.monotonic()` seconds.
 
     Attributes:
-        begin, end: Of the pass on this rank.
+        begin, end: When the pass began and ended on this rank.
         parts, fences: See `profiling.trace.Tracer`.
-        spans: Of the channel.
+        spans: The channel's transfers.
     """
 
     begin: float

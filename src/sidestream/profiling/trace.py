@@ -63,7 +63,7 @@ class Recorded:
 
     Attributes:
         output: Its result.
-        gradients: Of its inputs.
+        gradients: The gradients of its inputs.
         seconds: Forward and backward.
     """
 

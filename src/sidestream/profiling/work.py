@@ -46,9 +46,9 @@ class UnitWork:
     Gradients are computed and thrown away, so a model in training is left as it is.
 
     Args:
-        unit: Of the model.
+        unit: A unit of the model.
         h: `[B, S, H]`, its input.
-        context: Of its tokens.
+        context: Documents and padding of its tokens.
         precision: Context of a forward pass.
     """
 

@@ -6,13 +6,11 @@ A record is `{"step": last step, "steps": how many, "counts": [layer][expert] ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sidestream.tracking.drawing import new_figure
 from sidestream.tracking.folder import RunFolder, is_count, write_bytes_atomic
 
 if TYPE_CHECKING:
@@ -40,6 +38,8 @@ def draw(records: list[dict[str, Any]]) -> Figure:
     """
     from matplotlib import colormaps
     from matplotlib.colors import TwoSlopeNorm
+
+    from sidestream.report.charts import new_figure
 
     counts = np.array(
         [record["counts"] for record in records], dtype=np.float64
@@ -121,8 +121,8 @@ def write_picture(folder: Path, out: Path | None = None) -> Path | None:
     records = whole(RunFolder(folder).read_expert_load())
     if not records:
         return None
-    buffer = BytesIO()
-    draw(records).savefig(buffer, format="png")
+    from sidestream.report.charts import png
+
     out = out or folder / PICTURE
-    write_bytes_atomic(out, buffer.getvalue())
+    write_bytes_atomic(out, png(draw(records)))
     return out

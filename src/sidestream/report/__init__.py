@@ -1,0 +1,1 @@
+"""What every report is made of: tables, charts, a page, and the statistics in them."""
