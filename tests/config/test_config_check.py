@@ -163,7 +163,7 @@ def test_auto_is_the_largest_group_that_fits(
         (["model.num_layers=null"], "model.num_layers=null: may not be null", ""),
         (["model.num_layers=2147483647"], "model.num_layers=2147483647: out of range", "num_layers=4"),
         (["model.num_heads=2147483647"], "model.num_heads=2147483647: out of range", "num_heads=4"),
-        (["model.num_layers=0"], "model.num_layers=0: out of range; expected a value >= 1", "num_layers=1"),
+        (["model.num_layers=0"], "model.num_layers=0: out of range; expected a value >= 1", "num_layers=4"),
         (["optimizer.lr=nan"], "optimizer.lr=nan: out of range", ""),
         (["optimizer.betas={x:1}"], "optimizer.betas={x:1}: not a list", ""),
         (["model.full_attention_layers={x:1}"], "model.full_attention_layers={x:1}: not a list", ""),

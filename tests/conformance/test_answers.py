@@ -249,8 +249,10 @@ def test_a_value_that_an_optimizer_of_torch_does_not_take_names_it(users: Path) 
 
 
 def test_a_logger_that_is_none_is_named(users: Path, tmp_path: Path) -> None:
-    cfg = composed(users, "logger", f"_target_: {HERE}.logger\n")
-    cfg.logger._target_ = f"{HERE}.logger"
+    entry.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        typed = ["logger=csv", f"logger._target_={HERE}.logger", f"trusted_targets=[{HERE}]"]
+        cfg = compose("train", typed)
     arguments: Any = {"folder": tmp_path, "cfg": cfg, "choices": {}, "identity": {}, "rank": 0}
     line = said(build_loggers, cfg.logger, **arguments)
     assert line.startswith(f"logger={HERE}.logger: gives a int; ")
