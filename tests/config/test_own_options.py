@@ -44,7 +44,12 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "own_parts").mkdir()
     lines = []
     for group, (module, base, option) in BASES.items():
-        lines += [f"import {module}", f"class {base}Mine({module}.{base}): pass"]
+        lines += [
+            f"import {module}",
+            f"class {base}Mine({module}.{base}):",
+            "    def __init__(self, *values, my_key=3, **options):",
+            "        super().__init__(*values, **options)",
+        ]
         shipped = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8")
         plain = re.sub(r"^defaults:\n(  - .*\n)+", "", shipped, flags=re.M)
         target = f"_target_: own_parts.{base}Mine\n"
