@@ -23,7 +23,7 @@ ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 MOE_BLOCK = REPOSITORY / "docs" / "moe_block.md"
 # Files of a run or of the README's example, not of the repository.
 ELSEWHERE = re.compile(
-    r"logs/.*|(result|env|launch|tokenizer|manifest)\.json|sweep\.csv|stdout\.log|multirun\.yaml|(metrics|expert_load)\.jsonl|expert_load\.png|overlap\.(json|png|svg)|prediction\.(json|png)|compare\.(md|csv|png|html)|trace_rank\d\.json|<train_file>\.json|metrics\.csv|rank\d\.log|checkpoints|(<run>/)?\.hydra/.*|.*version_N.*"
+    r"logs/.*|(result|env|launch|tokenizer|manifest|model)\.json|sweep\.csv|stdout\.log|multirun\.yaml|(metrics|expert_load)\.jsonl|expert_load\.png|overlap\.(json|png|svg)|prediction\.(json|png)|compare\.(md|csv|png|html)|trace_rank\d\.json|<train_file>\.json|metrics\.csv|rank\d\.log|checkpoints|(<run>/)?\.hydra/.*|.*version_N.*"
 )
 OPTIONS = sorted(
     (path.parent.name, path.stem)
