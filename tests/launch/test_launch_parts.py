@@ -228,7 +228,7 @@ def test_exit_code_of_a_run(
     exit_code: int,
 ):
     ranks = [
-        supervisor.Rank(number, process=None, returncode=code, killed=number in killed)
+        supervisor.RankProcess(number, process=None, returncode=code, killed=number in killed)
         for number, code in enumerate(codes)
     ]
     signals = Signals()
