@@ -23,16 +23,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pages import overlap_matrix, predictor, quality, resume
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from sidestream.commands import shared
 from sidestream.commands.plot_loss import main as plot_loss
-from sidestream.compare import quality
-from sidestream.config import resume_page
-from sidestream.measure import graph_report, overlap_matrix, report
+from sidestream.measure import graph_report, report
 from sidestream.measure.dispatch_report import markdown
-from sidestream.predict import page as predictor_page
 from sidestream.profiling import picture as timeline
 from sidestream.report.table import Markdown, Table, short_commit
 from sidestream.tracking import latest
@@ -248,14 +246,14 @@ def render_overlap(page: str) -> str:
 
 def render_predictor(page: str) -> str:
     """Returns docs/predictor.md with its tables replaced; see `render`."""
-    tables = "\n".join(predictor_page.markdown())
+    tables = "\n".join(predictor.markdown())
     page = _between(PREDICTOR.name, page, PREDICTOR_BEGIN, PREDICTOR_END, tables)
-    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, predictor_page.recipes())
+    return _between(PREDICTOR.name, page, RECIPES_BEGIN, RECIPES_END, predictor.recipes())
 
 
 def render_resume(page: str) -> str:
     """Returns docs/resume.md with the tables of the contract replaced; see `render`."""
-    return _between(RESUME.name, page, RESUME_BEGIN, RESUME_END, resume_page.markdown())
+    return _between(RESUME.name, page, RESUME_BEGIN, RESUME_END, resume.markdown())
 
 
 def render_graph(page: str) -> str:

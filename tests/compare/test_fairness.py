@@ -7,6 +7,7 @@ import pytest
 
 from sidestream.compare.arms import Comparison, compare
 from sidestream.compare.errors import CompareError
+from sidestream.compare.fairness import covers
 from sidestream.compare.runs import read_folders
 from tests.compare.folders import write_run, write_sweep
 
@@ -163,3 +164,7 @@ def test_the_transport_of_a_fused_run_is_part_of_that_choice(tmp_path: Path):
     write_run(tmp_path / "loop3", seed=3, choices={"fusion": "loop"}, result={"transport": "nccl_ep"})
     with pytest.raises(CompareError, match="transport="):
         comparison(tmp_path)
+
+
+def test_a_group_covers_its_keys_and_no_longer_name():
+    assert covers("link", "link") and covers("link", "link.gbps") and not covers("link", "linked.gbps")

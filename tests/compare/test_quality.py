@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.compare import quality
 from sidestream.compare.errors import CompareError
 from tests.compare.folders import write_run
+from tests.docs.pages import script
+
+quality = script("tools/render_readme.py").quality
 
 MATRIX = {
     "runs": [

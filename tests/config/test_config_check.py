@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from sidestream.config import devices
 from sidestream.config.compatibility import check, moe_blocks
-from sidestream.config.errors import ConfigError
+from sidestream.config.errors import ConfigError, as_typed
 from sidestream.config.hydra_errors import explain, is_of_user
 
 Compose = Callable[..., DictConfig]
@@ -331,3 +331,13 @@ def test_config_errors_travel_between_processes():
     assert str(error) == "a.b=null: why; expected 2; set a.b=2"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.key) == (str(error), "a.b")
+
+
+def test_a_refusal_is_one_line_whatever_a_file_says():
+    line = str(ConfigError("a.b", "x\ny\x1b[2J", "why\r", expected="this", fix="a.b=1"))
+    assert line == "a.b=x\\ny\\x1b[2J: why\\r; expected this; set a.b=1"
+
+
+def test_values_are_shown_as_they_are_typed():
+    shown = [as_typed(value) for value in (None, True, [1, None], "a", 0.1)]
+    assert shown == ["null", "true", "[1,null]", "a", "0.1"]

@@ -82,6 +82,7 @@ def test_a_tight_buffer_is_enough(alignment):
     row_of_slot, offsets = slow_layout(ids, 3, alignment, 0)
     layout = expert_layout(torch.tensor(ids), num_experts=3, alignment=alignment, num_slots=offsets[-1])
     assert layout.row_of_slot.tolist() == row_of_slot
+    assert offsets[-1] <= max_slots(len(ids), num_experts=3, alignment=alignment)
 
 
 @pytest.mark.parametrize("alignment", [1, 8])

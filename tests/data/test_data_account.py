@@ -9,7 +9,9 @@ import shlex
 import numpy as np
 import pytest
 
+from sidestream.config.compatibility import check, remarks
 from sidestream.config.errors import ConfigError
+from sidestream.config.hydra_errors import explain
 from sidestream.data.record import content_hash
 from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer
 from tests.data.sources import texts
@@ -99,6 +101,40 @@ def test_tokens_are_not_validated_on_what_they_train_on(folder, how):
         return
     line = refusal("data=tokens", f"data.train_file={train}", f"data.val_file={val}", "data.vocab_size=500")
     assert "the file that is trained on" in line
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+def test_a_copy_in_another_container_is_a_copy(folder, dtype):
+    tokens = DRAWN.integers(0, 500, 3000)
+    (folder / "train.bin").write_bytes(tokens.astype("<u2").tobytes())
+    np.save(folder / "val.npy", tokens.astype(dtype))
+    options = {"dtype": "uint16"} if dtype == "uint16" else {"dtype": None}
+    train = write(folder / "train.npy", tokens) if dtype == "int64" else folder / "train.bin"
+    with pytest.raises(ConfigError, match=r"^data\.val_file=.*val\.npy: a copy of"):
+        token_source(train, val_file=str(folder / "val.npy"), vocab_size=500, **options).load()
+
+
+@pytest.mark.parametrize("eos", [None, 0])
+@pytest.mark.parametrize(
+    ("begin", "end", "said"), [(0, 500, "15 of 15"), (1234, 1734, "15 of 15"), (2900, 3400, "2 of 15")]
+)
+def test_a_part_of_what_is_trained_on_is_found_wherever_it_lies(folder, eos, begin, end, said):
+    tokens = DRAWN.integers(1, 500, 3400)
+    tokens[begin + 32 : begin + 64] = tokens[begin : begin + 32]  # a text may repeat itself
+    train = write(folder / "train.npy", tokens[:3000])
+    val = write(folder / "val.npy", tokens[begin:end])
+    record = token_source(train, val_file=str(val), vocab_size=500, eos_token=eos).load().record
+    (note,) = [line for line in record.warnings() if "blocks" in line]
+    if said != "2 of 15":
+        assert note.startswith(f"{said} blocks of 32 validation tokens (100.0%) are in the training tokens")
+    else:
+        assert note.startswith("3 of 15")
+
+
+def test_other_tokens_and_padding_are_no_copy(folder):
+    train = write(folder / "train.npy", np.concatenate([DRAWN.integers(1, 500, 3000), np.zeros(500, int)]))
+    val = write(folder / "val.npy", np.concatenate([DRAWN.integers(1, 500, 500), np.zeros(500, int)]))
+    assert token_source(train, val_file=str(val), vocab_size=500).load().record.warnings() == []
 
 
 def test_a_split_is_not_its_own_validation(folder):
@@ -263,6 +299,31 @@ def test_a_separator_that_never_occurs_is_refused_with_the_one_that_does(folder,
     if "null" not in advice:  # as a shell would pass it on
         (override,) = shlex.split(advice.removeprefix("set ").removeprefix("$"))
         checked("data=text", "data.files=[one.txt]", override.encode().decode("unicode_escape"))
+
+
+@pytest.mark.parametrize("typed", ["'${END}'", "'<${no.such}>'", "${what:ever}"])
+def test_a_separator_that_looks_like_a_reference_is_refused_with_what_means_the_text(folder, typed):
+    (folder / "one.txt").write_text(f"a{typed}b")
+    options = ["data=text", "data.files=[one.txt]"]
+    with pytest.raises(Exception) as refused:
+        checked(*options, f"data.separator={typed}")
+    line = explain(refused.value, [f"data.separator={typed}"])
+    assert line.startswith(f"data.separator={typed}: ") and "\n" not in line
+    (override,) = shlex.split(line.rpartition("; set ")[2])
+    text = typed.strip("'")
+    (folder / "one.txt").write_text(f"a{text}b")
+    assert checked(*options, override).data.separator == text
+
+
+def test_a_separator_that_is_a_reference_is_said(folder):
+    (folder / "one.txt").write_text("a<1234>b<${seed}>c")
+    options = ["data=text", "data.files=[one.txt]"]
+    cfg = checked(*options, "data.separator='<${seed}>'")
+    (line,) = remarks(cfg, check(cfg, device_count=0))
+    assert line.startswith("data.separator=<1234> is what <${seed}> stands for; for the text itself, set ")
+    (override,) = shlex.split(line.rpartition(", set ")[2])
+    cfg = checked(*options, override)
+    assert cfg.data.separator == "<${seed}>" and remarks(cfg, check(cfg, device_count=0)) == []
 
 
 def test_an_empty_separator_is_refused(folder):

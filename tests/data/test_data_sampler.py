@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sidestream.config.errors import ConfigError
+from sidestream.data.batch import Batch
 from sidestream.data.corpus import Corpus
 from sidestream.data.loaders import train_loader, val_loader
 from sidestream.data.sampler import StepSampler
@@ -182,3 +183,18 @@ def test_a_token_the_model_does_not_know_stops_the_run(bad):
 def test_a_validation_split_below_one_batch_is_refused():
     with pytest.raises(ConfigError, match=r"data\.global_batch_size=4: .*3 sequences"):
         _val(_corpus(val=50))
+
+
+def test_what_is_fetched_is_not_trained_yet():
+    sampler = _sampler()
+    drawn = iter(sampler)
+    first = [next(drawn) for _ in range(3)]
+    assert sampler.state_dict()["next_step"] == 0 and next(iter(sampler)) == first[0]
+
+
+def test_targets_are_the_tokens_behind_and_the_rest_of_a_batch_is_a_micro_batch():
+    sequences = torch.arange(25).view(5, 5)
+    parts = Batch.of(sequences).split(2)
+    assert [len(part) for part in parts] == [2, 2, 1]
+    whole = Batch.join(parts)
+    assert torch.equal(whole.inputs, sequences[:, :-1]) and torch.equal(whole.targets, sequences[:, 1:])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.compare import quality
 from sidestream.tracking.result import RunResult
 from tests.docs.pages import README, script, text
 
 render_readme = script("tools/render_readme.py")
+quality = render_readme.quality
 
 
 def test_the_table_is_the_one_of_the_committed_run_and_the_sentence_of_the_committed_overlap():

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sidestream.dispatch.base import Received
+from sidestream.fusion import base
+from sidestream.fusion.base import gated_activation, resolve_alignment
 from sidestream.fusion.grouped import GroupedExperts
 from sidestream.fusion.late import Late
 from sidestream.fusion.loop import LoopExperts
@@ -48,3 +51,32 @@ def test_any_width_is_computed(dtype: torch.dtype, hidden: int, width: int, late
     found = passed(GroupedExperts(), tensors, late=late)
     for one, other in zip(found, passed(LoopExperts(), tensors)):
         assert (one - other).abs().max() <= TOLERANCE[dtype] * other.abs().max()
+
+
+def test_the_gated_product_and_its_gradient_are_autograds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_BLOCK", 30)  # three rows: blocks of rows, and a rest
+    gate_up, weights = torch.randn(20, 20, requires_grad=True), torch.rand(20, requires_grad=True)
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain, grad = F.silu(gate) * up * weights.unsqueeze(-1), torch.randn(20, 10)
+    ours = gated_activation(gate_up, weights)
+    torch.testing.assert_close(ours, plain)
+    for found, expected in zip(*(torch.autograd.grad(y, (gate_up, weights), grad) for y in (ours, plain))):
+        torch.testing.assert_close(found, expected)
+
+
+def test_rows_of_bf16_are_padded_on_a_cpu() -> None:
+    alignment = {
+        (dtype, device): resolve_alignment("auto", dtype=dtype, device_type=device)
+        for dtype in (torch.float32, torch.bfloat16)
+        for device in ("cpu", "cuda")
+    }
+    assert alignment.pop((torch.bfloat16, "cpu")) == 16 and set(alignment.values()) == {1}
+    assert resolve_alignment(8, dtype=torch.bfloat16, device_type="cpu") == 8
+
+
+def test_a_late_gradient_is_the_sum_of_all_that_was_put_off() -> None:
+    late, weight = Late(), torch.zeros(2, requires_grad=True)
+    for _ in range(2):  # nothing of one backward pass is left in the next
+        late.put_off(lambda: torch.tensor([1.0, 2.0]), weight)
+        late.put_off(lambda: torch.tensor([10.0, 20.0]), weight)
+        assert late.compute().tolist() == [11.0, 22.0]

@@ -18,6 +18,7 @@ from sidestream.dispatch.base import DispatchSpec, Routing
 from sidestream.exchange.link import NativeLink
 from sidestream.fusion.mega import window_memory, windows
 from sidestream.fusion.mega.fused import MegaExperts
+from sidestream.fusion.mega.window_layout import most_rows
 from sidestream.fusion.mega.windows import WindowsLibrary
 from tests.fusion.cases import CASES, Layer, assert_close, expected, layer
 from tests.rank_pool import ranks
@@ -335,3 +336,9 @@ def ties(rank: int, world: int) -> None:
 
 def test_sums_of_bf16_are_rounded_to_the_nearest_even_number() -> None:
     ranks(2).run(ties)
+
+
+def test_a_window_has_room_for_the_worst_case() -> None:
+    # 2 ranks of 3 tokens choose 2 of this rank's 4 experts each; every expert's segment is padded by up to 7 rows.
+    spec = DispatchSpec(num_experts=8, hidden_size=4, max_tokens=3, top_k=2, alignment=8)
+    assert most_rows(spec, num_ranks=2) == 2 * 3 * 2 + 4 * 7

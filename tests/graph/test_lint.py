@@ -135,7 +135,7 @@ def test_nothing_stays_patched() -> None:
 
 
 def test_other_threads_do_not_count() -> None:
-    thread = threading.Thread(target=torch.ones(2).tolist)
+    thread = threading.Thread(target=lambda: torch.ones(2).tolist())  # looked up while methods are watched
     with HostReadLint() as found:
         thread.start()
         thread.join()

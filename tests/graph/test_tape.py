@@ -287,6 +287,13 @@ def test_storages_that_are_needed_together_do_not_overlap(seed: int) -> None:
     assert found.live_peak <= found.nbytes <= 2 * found.live_peak
 
 
+def test_free_places_side_by_side_are_one() -> None:
+    # The third takes the place of the first two, whichever of them is given back first.
+    for order in ((0, 1), (1, 0)):
+        spans = {0: (0, 1 + order[0]), 1: (0, 1 + order[1]), 2: (3, 4)}
+        assert plan(spans, {0: ALIGNMENT, 1: ALIGNMENT, 2: 2 * ALIGNMENT}).nbytes == 2 * ALIGNMENT
+
+
 def test_a_chain_takes_the_memory_of_its_links() -> None:
     """A hundred results of 4 MB one after another: two are needed at a time."""
     x, out = torch.randn(1024, 1024), torch.zeros(1024, 1024)

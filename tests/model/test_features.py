@@ -172,3 +172,27 @@ def test_the_gradient_of_a_bf16_embedding_is_summed_in_fp32():
     grad[0, 0] = grad[1, 0] = 256.0
     table(tokens).backward(grad)
     assert table.weight.grad[:, 0].tolist() == [254.0, 512.0, 256.0]  # 256 + 255 lies between 510 and 512
+
+
+def test_halves_keep_the_padding_of_their_sequences():
+    valid = torch.rand(3, 7) < 0.5  # the first half has two of the three sequences
+    first, second = TokenContext(valid=valid.reshape(-1)).halves(3)
+    assert torch.equal(first.valid, valid[:2].reshape(-1)) and torch.equal(second.valid, valid[2])
+
+
+def test_residual_projections_start_smaller():
+    model = ranks(1).run(initial_scales)[0]
+    assert set(model) == {"residual", "other"}
+    expected = (2 * Setup().shape.num_layers) ** -0.5
+    assert model["residual"] / model["other"] == pytest.approx(expected, rel=0.05)
+
+
+def initial_scales(rank, world):
+    """Standard deviation of what writes to the residual stream, and of what reads it."""
+    weights = {name: full(p) for name, p in make_model(Setup()).named_parameters() if p.dim() > 1}
+    residual = [name for name in weights if name.endswith(("out.weight", "down.weight", "w_down"))]
+    groups = {"residual": residual, "other": [name for name in weights if name not in residual]}
+    return {
+        kind: float(torch.cat([weights[name].reshape(-1) for name in names]).std())
+        for kind, names in groups.items()
+    }

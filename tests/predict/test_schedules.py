@@ -167,6 +167,16 @@ def test_bounds_by_hand() -> None:
 def test_the_slot_is_the_one_that_training_finds() -> None:
     """The search of `overlap.slots` and the predictor agree where a backward step takes twice its forward pass."""
     draw = random.Random(3)
+    searching, beside = {}, {}
+    for tap in ("pos1", "pos2", "pos3"):
+        searching[tap] = work(ShortcutOverlap(tap=tap))
+        parts = [e.name for e in searching[tap].orders(before=tap != "pos1")[0] if e.kind == "part"]
+        beside[tap] = [name for name in parts[parts.index("router") + 1 :] if name != "experts"]
+    fixed = {
+        (tap, slot): work(ShortcutOverlap(tap=tap, slot=slot))
+        for tap, names in beside.items()
+        for slot in range(len(names) + 1)
+    }
     for _ in range(100):
         unit = some_unit(draw)
         nothing = dict.fromkeys(
@@ -174,18 +184,13 @@ def test_the_slot_is_the_one_that_training_finds() -> None:
         )
         moe = tuple(replace(one, dispatch=1.0, combine=0.7, **nothing) for one in unit.moe)
         unit = replace(unit, moe=moe)
-        for tap in ("pos1", "pos2", "pos3"):
-            recorded = work(ShortcutOverlap(tap=tap))
-            before = tap != "pos1"
-            first = recorded.orders(before=before)[0]
-            beside = [
-                e.name for e in first[[e.name for e in first].index("router") + 1 :] if e.kind == "part"
-            ]
-            steps = [unit.parts[name].forward for name in beside if name != "experts"]
-            slot = best_slot(steps, dispatch=1.0, combine=0.7)
-            best = sum(one.seconds for one in passes(unit, recorded, before=before))
-            fixed = work(ShortcutOverlap(tap=tap, slot=slot))
-            assert sum(one.seconds for one in passes(unit, fixed, before=before)) == pytest.approx(best)
+        for tap, names in beside.items():
+            slot = best_slot([unit.parts[name].forward for name in names], dispatch=1.0, combine=0.7)
+            best, same = (
+                sum(one.seconds for one in passes(unit, schedule, before=tap != "pos1"))
+                for schedule in (searching[tap], fixed[tap, slot])
+            )
+            assert same == pytest.approx(best)
 
 
 def test_hidden_transfers_take_their_share_of_the_cores() -> None:

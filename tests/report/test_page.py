@@ -58,5 +58,9 @@ def test_nothing_is_fetched() -> None:
 
 def test_lines_of_a_narrow_column_end_where_they_may() -> None:
     assert glued("9.50 to 10.5, 2 \u00d7 cpu, EP 2 (a b)").split(" ") == [
-        *("9.50", "to\u00a010.5,", "2\u00a0\u00d7\u00a0cpu,", "EP\u00a02", "(a\u00a0b)")
+        "9.50",
+        "to\u00a010.5,",
+        "2\u00a0\u00d7\u00a0cpu,",
+        "EP\u00a02",
+        "(a\u00a0b)",
     ]

@@ -169,6 +169,13 @@ def test_a_token_stays_within_its_groups(router, groups, top_groups):
     assert max(len({i // (64 // groups) for i in row}) for row in ids.tolist()) <= top_groups
 
 
+def test_a_token_stays_within_its_groups_whatever_the_bias():
+    # Every score with its bias is below zero, so an expert that is left out must be further down than that.
+    router = SigmoidRouter(top_k=2, num_groups=2, top_groups=1)
+    ids = router(torch.randn(50, 8), selection_bias=torch.full((8,), -5.0)).routing.expert_ids
+    assert all(len({i // 4 for i in row}) == 1 for row in ids.tolist())
+
+
 def test_groups_follow_the_published_code_of_deepseek_v3():
     scores = torch.rand(100, 32)
     # Transcribed from the description in the DeepSeek-V3 report, with torch.topk (no ties here).
@@ -229,9 +236,9 @@ def test_forced_balance_is_exact_and_distinct(num_tokens, top_k, num_experts):
 
 
 def test_forced_balance_deals_out_valid_tokens_only():
-    valid = torch.tensor([True, False, True, True, False, True])
-    decision = SoftmaxRouter(top_k=2, force_balance=True)(torch.randn(6, 4), valid=valid)
-    assert decision.counts.tolist() == [2, 2, 2, 2]
+    valid = torch.tensor([True, False, True, True, False, False, True])
+    decision = SoftmaxRouter(top_k=1, force_balance=True)(torch.randn(7, 4), valid=valid)
+    assert decision.counts.tolist() == [1, 1, 1, 1]
     assert (decision.routing.expert_ids[~valid] == -1).all()
 
 

@@ -77,6 +77,12 @@ def test_the_newest_whole_one_is_taken_and_the_damage_is_named(run: Path, damage
         newest_whole(run, key="resume", strict=True)
 
 
+def test_newer_is_what_has_the_larger_number(tmp_path: Path):
+    for step in (9, 10):
+        make_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
+    assert newest_whole(tmp_path, key="resume").step == 10
+
+
 def test_of_two_damaged_ones_both_are_named(run: Path):
     flip(run / "checkpoints" / "step-00000008" / "meta.pt")
     (run / "checkpoints" / "step-00000004" / "meta.pt").unlink()

@@ -144,6 +144,7 @@ def test_without_trust_only_what_the_group_builds(group: str, target: Any, why: 
     [
         ("router", "my_pkg.os.system", "is the module os"),
         ("router", "my_pkg.Popen", "defined in subprocess"),
+        ("router", "my_pkg_of_others.Router", "not from a trusted package"),
         ("router", "my_pkg.subprocess.Popen", "is the module subprocess"),
         ("router", "my_pkg.parts.my_pkg.os.system", "is the module os"),
         ("router", "my_pkg.function", "no class"),

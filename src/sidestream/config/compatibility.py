@@ -25,6 +25,7 @@ from sidestream.config.predict_check import check_for_training
 from sidestream.config.routing_check import SHIPPED, check_routing
 from sidestream.config.trust import check_targets
 from sidestream.convert.start import check_weights
+from sidestream.tracking.untrusted import printable
 
 
 def check(
@@ -117,6 +118,14 @@ def remarks(cfg: DictConfig, layout: Layout) -> list[str]:
             f"scheduler.warmup_steps={warmup} is not over within trainer.max_steps={steps}: the rate never reaches "
             f"optimizer.lr; set scheduler.warmup_steps=auto for a tenth of the run"
         )
+    if isinstance(separator := cfg.data.get("separator"), str):
+        typed = str(OmegaConf.to_container(cfg.data, resolve=False)["separator"])  # type: ignore[index,call-overload]
+        if "${" in typed.replace("\\${", ""):
+            text = typed.replace("${", "\\${")
+            found.append(
+                f"data.separator={printable(separator)} is what {printable(typed)} stands for; "
+                f"for the text itself, set 'data.separator=\"{printable(text)}\"'"
+            )
     return found
 
 

@@ -11,6 +11,7 @@ from omegaconf.errors import (
     ConfigKeyError,
     InterpolationKeyError,
     OmegaConfBaseException,
+    UnsupportedInterpolationType,
     ValidationError,
 )
 
@@ -104,12 +105,14 @@ def _explain_one(error: BaseException, typed: dict[str, str]) -> ConfigError | N
         return _two_options(typed, group.group(1))
     if isinstance(error, ValidationError) and (found := _WRONG_TYPE.search(message)):
         return _wrong_type(found.group(1), typed, message.splitlines()[0])
-    if isinstance(error, InterpolationKeyError) and error.full_key:
-        why = message.partition("\n")[0]
-        expected = "an existing key inside ${...}"
-        return ConfigError(
-            error.full_key, typed.get(error.full_key, "..."), why, expected=expected, fix=cli.spelled(_SEE)
-        )
+    if isinstance(error, InterpolationKeyError | UnsupportedInterpolationType) and error.full_key:
+        key, why = error.full_key, message.partition("\n")[0]
+        expected, value = "an existing key inside ${...}", typed.get(key, "...")
+        if "${" not in value:
+            return ConfigError(key, value, why, expected=expected, fix=cli.spelled(_SEE))
+        text = value.strip("'\"").replace("\\${", "${").replace("${", "\\${")
+        expected = f"{expected}, or \\${{...}} for the text itself"
+        return ConfigError(key, value, why, expected=expected, fix=f"set '{key}=\"{text}\"'")
     if found := _ADDED.search(message):
         key = found.group(1)
         why, expected = "there already, and + adds a key", "the key without +"

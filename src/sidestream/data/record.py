@@ -13,6 +13,8 @@ import numpy as np
 from sidestream.config.data_content import PEEK
 from sidestream.tracking.data_record import SPLITS, DataRecord
 
+LOOKED_UP = 2**24  # tokens; more would be seconds, at every start
+
 
 @dataclass
 class Intake:
@@ -58,6 +60,41 @@ def content_hash(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
 
 
+_BLOCK = 32  # tokens; so many in a row are the same by copying
+
+
+def shared_blocks(train: np.ndarray, val: np.ndarray) -> str | None:
+    """A note where blocks of the validation tokens lie anywhere in those for training: a copy, or a part of one.
+
+    Blocks of one token repeated are no sign. Nothing is looked up in more than `LOOKED_UP` tokens.
+
+    Args:
+        train: Integers [N].
+        val: Integers [M].
+    """
+    if not _BLOCK <= val.size <= LOOKED_UP or not _BLOCK <= train.size <= LOOKED_UP - val.size:
+        return None
+    blocks = val[: val.size // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+    varied = (blocks != blocks[:, :1]).any(axis=1)
+    found = np.isin(_windows(val)[::_BLOCK][: len(blocks)][varied], _windows(train))
+    if not found.any():
+        return None
+    share = found.mean()
+    return (
+        f"{int(found.sum()):,} of {found.size:,} blocks of {_BLOCK} validation tokens ({share:.1%}) "
+        "are in the training tokens too"
+    )
+
+
+def _windows(tokens: np.ndarray) -> np.ndarray:
+    """A number for each `_BLOCK` tokens in a row [N - 31], equal for equal ones: a polynomial, by doubling."""
+    sums, base, width = tokens.astype(np.uint64) + np.uint64(1), 0x9E3779B97F4A7C15, 1
+    while width < _BLOCK:
+        sums = sums[:-width] * np.uint64(base) + sums[width:]
+        base, width = base * base % 2**64, 2 * width
+    return sums
+
+
 def record_of_tokens(train: np.ndarray, val: np.ndarray, eos_token: int | None) -> dict[str, Any]:
     """Documents of two splits of tokens, and how many of validation are in training too; for `DataRecord`.
 
@@ -66,7 +103,7 @@ def record_of_tokens(train: np.ndarray, val: np.ndarray, eos_token: int | None) 
         val: Integers [M].
         eos_token: Ends every document; None: unknown.
     """
-    if eos_token is None or train.size + val.size > 2**24:  # seconds, at every start
+    if eos_token is None or train.size + val.size > LOOKED_UP:
         return {}
     hashes = {}
     for split, tokens in zip(SPLITS, (train, val)):

@@ -16,12 +16,13 @@ from sidestream.config.data_content import check_tokens
 from sidestream.config.data_files import TOKEN_DTYPES, TokenFormat, token_format
 from sidestream.config.errors import ConfigError
 from sidestream.data.corpus import Corpus, DataSource
-from sidestream.data.record import record_of_tokens
+from sidestream.data.record import record_of_tokens, shared_blocks
 from sidestream.data.store import block_starts, file_digest, map_tokens
 from sidestream.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, identity_of
 from sidestream.tracking.data_record import DataRecord
 
 _CHUNK = 2**20
+_COMPARED = 256  # chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +69,7 @@ class TokenFiles(DataSource):
             train, val = train[:cut], train[cut:]
         else:
             val = self._open("data.val_file", self.val_file, known)
-            if file_digest(Path(self.val_file).expanduser()) == file_digest(
-                Path(self.train_file).expanduser()
-            ):
+            if _same(train, val):
                 raise ConfigError(
                     "data.val_file",
                     self.val_file,
@@ -78,6 +77,7 @@ class TokenFiles(DataSource):
                     expected="other tokens",
                     fix="data.val_file=null",
                 )
+        shared = shared_blocks(train, val) if self.val_file is not None else None
         checksum = self._checksum(known)
         folder = (
             Path(self.cache_dir).expanduser() / "tokens" / hashlib.sha256(checksum.encode()).hexdigest()[:16]
@@ -95,7 +95,9 @@ class TokenFiles(DataSource):
             if self.tokenizer in (None, "bytes")
             else identity_of(Path(self.tokenizer).expanduser()),
             record=DataRecord(
-                tokens={"train": train.size, "val": val.size}, **record_of_tokens(train, val, known.eos_token)
+                tokens={"train": train.size, "val": val.size},
+                notes=[shared] if shared else [],
+                **record_of_tokens(train, val, known.eos_token),
             ),
         )
 
@@ -194,6 +196,15 @@ class TokenFiles(DataSource):
         facts = [digests, known.dtype, known.vocab_size, cut]
         joined = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return f"sampled:{joined}" if any(digest.startswith("sampled:") for digest in digests) else joined
+
+
+def _same(train: np.ndarray, val: np.ndarray) -> bool:
+    """Whether two files hold the same tokens, whatever their containers; of big ones samples are compared."""
+    if train.size != val.size:
+        return False
+    chunks = -(-train.size // _CHUNK)
+    places = [train.size * chunk // chunks for chunk in range(0, chunks, max(chunks // _COMPARED, 1))]
+    return all(np.array_equal(train[begin : begin + _CHUNK], val[begin : begin + _CHUNK]) for begin in places)
 
 
 def _samples(tokens: np.ndarray) -> Iterator[np.ndarray]:

@@ -324,7 +324,14 @@ def _work(cfg: DictConfig, layout: Layout, job: Job) -> Work:
     """
     from sidestream.overlap.base import completed
 
-    schedule = completed(construct("overlap", cfg.overlap, cfg))
+    def refuse(why: str, expected: str) -> ConfigError:
+        return ConfigError("overlap", cfg.overlap._target_, why, expected=expected, fix="overlap=none")
+
+    try:
+        schedule = completed(construct("overlap", cfg.overlap, cfg))
+    except TypeError as error:
+        said = str(error).partition("\n")[0]
+        raise refuse(f"it cannot be built ({said})", "keys that its class takes") from error
     work = Work(
         schedule,
         job.shape,
@@ -338,12 +345,9 @@ def _work(cfg: DictConfig, layout: Layout, job: Job) -> Work:
         for before in {work.reads_before(block) for block in (*job.shape.moe_blocks, job.shape.num_layers)}:
             work.orders(before=before)
     except ValueError as error:
-        raise ConfigError(
-            "overlap",
-            cfg.overlap._target_,
+        raise refuse(
             f"its order of work cannot be recorded ({error})",
-            expected="a schedule that runs on tensors of torch's meta device and waits for what it starts",
-            fix="overlap=none",
+            "a schedule that runs on tensors of torch's meta device and waits for what it starts",
         ) from error
     return work
 

@@ -38,6 +38,3 @@ def _rows(rules: dict[str, Rule]) -> list[tuple[str, ...]]:
 def _shown(key: str) -> str:
     """`optimizer._target_` is what `optimizer=` chooses."""
     return key.replace("._target_", "=")
-
-
-__all__ = ["markdown"]

@@ -1,0 +1,1 @@
+"""What only stands on pages of this repository, for `render_readme.py`: tables, claims, pictures."""
