@@ -71,7 +71,8 @@ def test_a_users_own_option_may_have_any_keys(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_pkg.py").write_text("class Router:\n    def __call__(self, *_): ...\n")
+    methods = "    def __init__(self, top_k, temperature): ...\n    def __call__(self, *_): ...\n"
+    (tmp_path / "my_pkg.py").write_text(f"class Router:\n{methods}")
     router = tmp_path / "router"
     router.mkdir()
     (router / "mine.yaml").write_text("_target_: my_pkg.Router\ntop_k: 3\ntemperature: 0.5\n")

@@ -292,7 +292,9 @@ def test_a_users_own_dispatcher_may_have_other_keys_of_the_same_name(
 ):
     monkeypatch.syspath_prepend(tmp_path)
     methods = "".join(f"    def {name}(self, *_): ...\n" for name in ("dispatch", "combine"))
-    (tmp_path / "my_pkg.py").write_text(f"class Mine:\n{methods}")
+    (tmp_path / "my_pkg.py").write_text(
+        f"class Mine:\n    def __init__(self, alignment, transport, wire_dtype): ...\n{methods}"
+    )
     (tmp_path / "dispatcher").mkdir()
     (tmp_path / "dispatcher" / "mine.yaml").write_text(
         "_target_: my_pkg.Mine\nalignment: 24\ntransport: library\nwire_dtype: mxfp8\n"

@@ -193,7 +193,7 @@ def test_loading_twice_reads_the_cache_and_a_changed_library_does_not(source, mo
 
 def test_users_read_what_to_change(source, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"paths\.cache_dir=.*paths\.cache_dir="):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir=.*data\.cache_dir="):
         _source(tmp_path / "file" / "below").load()
     with pytest.raises(ConfigError, match=r"data\.val_fraction=1\.5"):
         _source(tmp_path, val_fraction=1.5).load()

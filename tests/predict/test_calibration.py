@@ -19,13 +19,13 @@ def test_the_committed_row_is_that_of_the_committed_measurement() -> None:
     assert row == pytest.approx(result["row"])
     text = (CONF / "cluster" / "cpu_2core.yaml").read_text(encoding="utf-8")
     memory = next(text.split() for text in text.splitlines() if text.startswith("memory_gb"))[1]
-    facts = next(one for one in text.splitlines() if one.startswith("# on "))
+    facts = next(one for one in text.splitlines() if one.startswith("# On "))
     again = yaml_of(
         row,
         ranks=result["measured"]["ranks"],
         memory_gb=float(memory),
         command=result["command"],
-        facts=facts.removeprefix("# on ").removesuffix(". All ranks on one machine, gloo over the loopback."),
+        facts=facts.removeprefix("# On ").removesuffix(". All ranks on one machine, gloo over the loopback."),
     )
     assert text == again
 

@@ -63,6 +63,7 @@ def test_without_arguments_the_commands_are_listed_and_nothing_else_is_imported(
         "sidestream",
         "sidestream.cli",
         "sidestream.interrupt",
+        "sidestream.matplotlibrc",
     }
     assert not {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - {"sidestream"}
 

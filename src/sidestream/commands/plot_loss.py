@@ -3,12 +3,11 @@
 python scripts/plot_loss.py logs/train/<run> [more run folders] --out docs/loss.png
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sidestream.commands import shared
 from sidestream.launch import status
@@ -17,6 +16,9 @@ from sidestream.tracking import latest, names
 from sidestream.tracking.folder import RunFolder, is_count, is_figure
 from sidestream.tracking.result import misfit
 from sidestream.tracking.untrusted import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BASELINE_STYLES = {"bigram": (0, (6, 3)), "trigram": (0, (2, 2))}
 
@@ -88,6 +90,8 @@ def labels(folders: list[Path], runs: list[tuple[Any, dict[str, Any]]]) -> list[
 @styled
 def draw(runs: list[list[dict[str, Any]]], results: list[dict[str, Any]], run_labels: list[str]) -> Figure:
     """Draws train and validation loss of each run in one colour, and the baselines of the first."""
+    from matplotlib.ticker import EngFormatter
+
     figure = new_figure(8, 4.8)
     axes = figure.subplots()
     for index, (records, label) in enumerate(zip(runs, run_labels)):

@@ -104,8 +104,8 @@ def yaml_of(row: dict[str, Any], *, ranks: int, memory_gb: float, command: str, 
 
     lines = [
         "# python predict.py cluster=cpu_2core model=tiny data.seq_length=256 trainer.precision=32-true",
-        f"# Measured by `{command}`",
-        f"# on {facts}. All ranks on one machine, gloo over the loopback.",
+        f"# {'Two' if ranks == 2 else ranks} CPU ranks, measured by `{command}`.",
+        f"# On {facts}. All ranks on one machine, gloo over the loopback.",
         "defaults:",
         "  - /schema/cluster/machine@_here_",
         "  - _self_",
