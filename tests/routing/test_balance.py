@@ -302,3 +302,10 @@ def test_a_rehearsal_and_validation_count_nothing(dispatcher):
     for (expected, dropped, passes), (found, dropped_too, more) in zip(plain, rehearsed):
         assert more == passes + 2  # one micro-batch of two, in both attempts
         assert expected[0] > 0 and found == expected and dropped == dropped_too == expected[0]
+
+
+def test_the_loss_of_a_micro_batch_counts_once_for_each_of_its_sequences():
+    decision = SoftmaxRouter(top_k=1)(torch.randn(8, 4))
+    loss = AuxLoss(coefficient=1.0, scope="micro_batch").loss(decision, seq_length=4)
+    once = switch_loss(decision.probs.sum(0), decision.counts, num_tokens=8, top_k=1)
+    assert loss.item() == pytest.approx(2 * once.item())

@@ -6,11 +6,11 @@ from sidestream.tracking.load import load_metrics
 
 
 def test_load_of_experts_and_of_ranks():
-    metrics = load_metrics(np.array([[6, 1, 1, 0]]), num_ranks=2)
+    metrics = load_metrics(np.array([[6, 0, 2, 0]]), num_ranks=2)
     assert metrics[names.LOAD] == 3.0
-    assert metrics[names.RANK_LOAD] == 1.75  # 7 and 1
-    assert metrics[names.DEAD_EXPERTS] == 1
-    assert metrics[names.LOAD_CV] == pytest.approx(np.std([6, 1, 1, 0]) / 2)
+    assert metrics[names.RANK_LOAD] == 1.5  # 6 and 2
+    assert metrics[names.DEAD_EXPERTS] == 2
+    assert metrics[names.LOAD_CV] == pytest.approx(np.std([6, 0, 2, 0]) / 2)
 
 
 def test_layers_are_listed_and_the_worst_one_counts():
