@@ -1,19 +1,25 @@
-"""Plant the faults of tests/faults/*.toml one after another, and see that the tests that should fail do.
+"""Plant the faults of tests/faults/*.toml one after another, and see that tests notice them.
 
     python tools/plant_faults.py                            all of them: about half an hour
     python tools/plant_faults.py --only routing model       two rooms
     python tools/plant_faults.py --first 20 --count 10      faults 20 to 29 of what was chosen
     python tools/plant_faults.py --outcomes faults.jsonl    go on where a run with this file ended
 
-Nothing is planted into this checkout: the files that git knows, and new ones that it does not ignore, are copied to
-a temporary folder. The named tests must pass there first, without any fault. Then, for each fault, the text is
-replaced, the tests run, and the text is put back. Exit code 0: every fault was caught.
+Nothing is planted into this checkout: the files that git knows, and new ones that it does not
+ignore, are copied to a temporary folder. The named tests must pass there first, without any
+fault. Then, for each fault, the text is replaced, the tests run, and the text is put back. Exit
+code 0: every fault was caught.
 
-A fault is `caught` if a test fails, or does not end within --limit seconds; `missed` if all pass; `misplaced` if its
-old text is not in the file exactly once; `broken` if the tests could not be run.
+A fault is `caught` if a test fails, or does not end within --limit seconds; `missed` if all pass;
+`misplaced` if its old text is not in the file exactly once; `broken` if the tests could not be
+run.
 """
 
-import argparse
+if __name__ == "__main__":
+    from sidestream import interrupt
+
+    interrupt.leave_at_once()
+
 import contextlib
 import importlib
 import itertools
@@ -32,6 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from sidestream.commands import shared
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLES = Path("tests/faults")
@@ -161,9 +169,7 @@ def plant(fault: Fault, copy: Path, limit: float) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = shared.parser(__doc__, whole=True)
     parser.add_argument("--only", nargs="+", metavar="ROOM[/FAULT]", default=[])
     parser.add_argument("--first", type=int, default=1, help="number of the first fault, from 1")
     parser.add_argument("--count", type=int, help="how many")

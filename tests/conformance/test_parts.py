@@ -142,4 +142,4 @@ def test_a_broken_part_on_ranks_is_caught(name: str) -> None:
 @pytest.mark.full
 def test_the_schedule_of_the_docs_copied_and_changed_has_a_serial_run() -> None:
     found = ranks(2).run(judged_together, jobs=[(f"{HERE}.Copied", {})])[0][0]
-    assert len(found) == 5 and not problems(found), problems(found)
+    assert len(found) == 6 and not problems(found), problems(found)

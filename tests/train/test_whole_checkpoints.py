@@ -110,12 +110,21 @@ def test_a_run_with_all_its_steps_is_finished_and_not_trained(
             assert result["metrics"][name] == whole["metrics"][name], name
 
 
-SCHEDULE = """
-class Breaks:
-    def __init__(self, max_steps, **others):
-        pass
-    def __call__(self, step):
-        return float("nan") if step == 3 else 1.0
+OPTIMIZER = """
+import pathlib
+import torch
+
+
+class Breaks(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        self.steps += 1
+        if self.steps == 4 and not pathlib.Path(__file__).with_name("healthy").exists():
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["spoiled"] = torch.full_like(parameter, torch.nan)
+        return result
 """
 
 
@@ -124,15 +133,16 @@ def test_a_state_that_is_not_finite_replaces_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "breaks_pkg.py").write_text(SCHEDULE)
+    (tmp_path / "breaks_pkg.py").write_text(OPTIMIZER)
     run = tmp_path / "run"
     common = ["callbacks.checkpoint.every_n_steps=2", "callbacks.checkpoint.keep_last=1"]
-    own = ["scheduler={_target_: breaks_pkg.Breaks}", "trusted_targets=[breaks_pkg]"]
+    own = ["optimizer=sgd", "optimizer._target_=breaks_pkg.Breaks", "trusted_targets=[breaks_pkg]"]
     error = error_of(run, *common, *own, path=str(tmp_path))
-    assert re.match(r"step 4: not finite: the learning rate of step 4 and \d+ more; no checkpoint was", error)
+    assert re.match(r"step 4: not finite: spoiled of \S+ and \d+ more; no checkpoint was", error)
     assert "that of step 2 is kept; go on with: python train.py resume=" in error
     assert [path.name for path in checkpoints(run)] == ["step-00000002"]
-    results = fit(run, *common, "scheduler=constant", f"resume={run}")
+    (tmp_path / "healthy").touch()
+    results = fit(run, *common, *own, f"resume={run}", path=str(tmp_path))
     assert results[0]["status"] == "finished"
     assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
 
