@@ -85,15 +85,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="say whether the first is faster than the second, by the rule of the page; may be repeated",
     )
     add("--skip-missing", action="store_true", help="leave out arms that cannot run here instead of ending")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="under torchrun only")
+    shared.add_torchrun(parser)
     add(
-        "--timeout",
-        type=shared.number(1, 1e6, float),
-        default=300,
-        metavar="S",
-        help="of the collectives, under torchrun",
+        "--malloc",
+        choices=("keep", "default"),
+        default="keep",
+        help="keep: freed memory stays in the process",
     )
-    add("--malloc", choices=("keep", "default"), default="keep", help="as scripts/bench_layer.py")
     add(
         "--calibrate",
         action="store_true",

@@ -57,14 +57,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="of the benchmark; 0: none (default 12)")
     add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
     add("--seed", type=int, default=1234)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="under torchrun only")
-    add(
-        "--timeout",
-        type=shared.number(1, 1e6, float),
-        default=300,
-        metavar="S",
-        help="of the collectives, under torchrun",
-    )
+    shared.add_torchrun(parser)
     add("--out", type=Path, default=Path("logs/check_cluster.json"), help="JSON; the picture lies beside it")
     parsed = parser.parse_args(argv)
     if parsed.ranks < 1 or parsed.rounds < 0 or parsed.warmup < 0:

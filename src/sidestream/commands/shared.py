@@ -61,6 +61,20 @@ def number(low: float, high: float = 1e9, kind: type[int] | type[float] = int) -
     return read
 
 
+def add_torchrun(parser: argparse.ArgumentParser) -> None:
+    """Adds what measurements take where ranks exist already."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="under torchrun only"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=number(1, 1e6, float),
+        default=300,
+        metavar="S",
+        help="of the collectives, under torchrun",
+    )
+
+
 def check_place(file: Path | None) -> None:
     """Makes the folder of a file that is written later, after minutes of measuring.
 
