@@ -74,7 +74,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="rounds that count, each with fresh routing (default 12)")
     add("--warmup", type=int, default=2, help="rounds before them that do not (default 2)")
     add("--starts", type=int, default=1, help="process starts; under torchrun always one (default 1)")
-    add("--seed", type=int, default=1234)
+    add("--seed", type=shared.number(0, 2**63 - 1), default=1234)
     add("--against", metavar="ARM", help="ratios to this arm instead of the first")
     add(
         "--compare",

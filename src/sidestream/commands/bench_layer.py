@@ -56,7 +56,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
     add("--frozen-rounds", type=int, default=0, help="then rounds with the same tokens each (default 0)")
     add_routing(parser)
-    add("--seed", type=int, default=1234)
+    add("--seed", type=shared.number(0, 2**63 - 1), default=1234)
     add(
         "--against",
         nargs="+",

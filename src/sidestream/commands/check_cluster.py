@@ -56,7 +56,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--rounds", type=int, default=12, help="of the benchmark; 0: none (default 12)")
     add("--warmup", type=int, default=2, help="rounds before them that do not count (default 2)")
-    add("--seed", type=int, default=1234)
+    add("--seed", type=shared.number(0, 2**63 - 1), default=1234)
     shared.add_torchrun(parser)
     add("--out", type=Path, default=Path("logs/check_cluster.json"), help="JSON; the picture lies beside it")
     parsed = parser.parse_args(argv)
